@@ -1,0 +1,65 @@
+"""The maths of the policy update: pure functions of packed response tokens.
+
+    objective = build_objective("p3o")
+    totals = objective.totals(batch)       # add them over all micro-batches and ranks of a step
+    output = objective(batch, totals)      # output.loss, output.metrics
+
+To add an objective, write one file with a subclass of `Objective` and name it in `OBJECTIVES`.
+"""
+
+from dataclasses import fields
+from difflib import get_close_matches
+
+from trustbatch.objectives.base import Objective, ObjectiveOutput, Totals
+from trustbatch.objectives.cispo import CISPO
+from trustbatch.objectives.dapo import DAPO
+from trustbatch.objectives.decoupled import Decoupled
+from trustbatch.objectives.grpo import GRPO
+from trustbatch.objectives.gspo import GSPO
+from trustbatch.objectives.p3o import P3O
+from trustbatch.objectives.reinforce import Reinforce
+from trustbatch.objectives.token_batch import TokenBatch
+from trustbatch.objectives.two_anchor import TwoAnchor
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "reinforce": Reinforce,
+    "grpo": GRPO,
+    "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "decoupled": Decoupled,
+    "p3o": P3O,
+    "two_anchor": TwoAnchor,
+}
+
+
+def build_objective(name: str, **options: float | str) -> Objective:
+    """Build an objective by name; options are its own hyper-parameters and no others."""
+    if name not in OBJECTIVES:
+        raise ValueError(
+            f"There is no objective {name!r}{_nearest(name, OBJECTIVES)}; "
+            f"choose one of {', '.join(OBJECTIVES)}."
+        )
+    known = [field.name for field in fields(OBJECTIVES[name])]
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f"The objective {name} has no option {option!r}{_nearest(option, known)}; "
+                f"its options are {', '.join(known)}."
+            )
+    return OBJECTIVES[name](**options)  # type: ignore[arg-type]  # __post_init__ checks each value
+
+
+def _nearest(word: str, known: "list[str] | dict[str, type[Objective]]") -> str:
+    close = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+__all__ = [
+    "OBJECTIVES",
+    "Objective",
+    "ObjectiveOutput",
+    "TokenBatch",
+    "Totals",
+    "build_objective",
+]

@@ -1,0 +1,161 @@
+"""What all objectives share: totals of the optimiser step, common terms, metrics, the call."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trustbatch.objectives.estimators import RatioMoments, bounded, kl_importance, kl_k3
+from trustbatch.objectives.metrics import (
+    Count,
+    EffectiveSampleSize,
+    Mean,
+    Metrics,
+    RatioQuantiles,
+    Share,
+)
+from trustbatch.objectives.token_batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What must be known of a whole optimiser step before any part of it can be weighed.
+
+    Totals add: the totals of a step are the sum over its micro-batches and ranks.
+    """
+
+    num_tokens: Tensor
+    num_sequences: Tensor
+    moments: dict[str, RatioMoments] = field(default_factory=dict)
+
+    def __add__(self, other: "Totals") -> "Totals":
+        assert self.moments.keys() == other.moments.keys(), "totals of different objectives"
+        return Totals(
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_sequences=self.num_sequences + other.num_sequences,
+            moments={name: self.moments[name] + other.moments[name] for name in self.moments},
+        )
+
+    def __radd__(self, other: int) -> "Totals":
+        # sum() starts from the integer 0
+        return self if other == 0 else NotImplemented
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """The scalar to call backward on, and reducible metrics."""
+
+    loss: Tensor
+    metrics: Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(ABC):
+    """A loss on response tokens whose value does not depend on how the step is divided.
+
+    With N tokens in the whole step, every objective adds to its policy loss
+
+        - entropy_coef (1/N) sum H  +  reference_kl_coef (1/N) sum k3(logp - reference_logp)
+    """
+
+    entropy_coef: float = 0.0
+    reference_kl_coef: float = 0.0
+
+    needs_proximal: ClassVar[bool] = False
+    """whether TokenBatch.proximal_logp must be given"""
+
+    def __post_init__(self) -> None:
+        require_number("entropy_coef", self.entropy_coef)
+        require_number("reference_kl_coef", self.reference_kl_coef)
+
+    @property
+    def totals_need_policy(self) -> bool:
+        """Whether the totals depend on the policy's own log-probs, and so cost a pre-pass."""
+        return False
+
+    @property
+    def needs_top_logp(self) -> bool:
+        """Whether the [T, K] fields must be given."""
+        return False
+
+    def totals(self, batch: TokenBatch) -> Totals:
+        """Sum over the batch what the step must know as a whole; carries no gradient."""
+        with torch.no_grad():
+            tokens = self._measurable(batch)
+            num_sequences = torch.unique(tokens.sequence).numel()
+            one = torch.ones((), dtype=torch.float64, device=batch.logp.device)
+            return Totals(one * len(tokens), one * num_sequences, self.moments(tokens))
+
+    def __call__(self, batch: TokenBatch, totals: Totals) -> ObjectiveOutput:
+        """Return this batch's share of the step's loss, and its metrics.
+
+        Tokens whose log-ratio is not finite take no part and are counted. With no token left the
+        loss is 0 and so is its gradient.
+        """
+        tokens = self._measurable(batch)
+        loss, metrics = self.policy_loss(tokens, totals)
+        per_token = 1.0 / totals.num_tokens.clamp(min=1.0).to(loss.dtype)
+        if self.entropy_coef:
+            entropy = require(tokens.entropy, "entropy", "entropy_coef")
+            loss = loss - self.entropy_coef * per_token * entropy.sum()
+        if self.reference_kl_coef:
+            reference = require(tokens.reference_logp, "reference_logp", "reference_kl_coef")
+            reference_kl = kl_k3(tokens.logp - reference)
+            loss = loss + self.reference_kl_coef * per_token * reference_kl.sum()
+            metrics["kl/reference"] = Mean.of(reference_kl)
+        return ObjectiveOutput(loss, metrics | self._common_metrics(batch, tokens, loss))
+
+    def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
+        """Ratio moments that this objective needs of the whole step; none unless overridden."""
+        return {}
+
+    @abstractmethod
+    def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        """Return the policy loss of measurable tokens, divided by the step's totals."""
+
+    def _measurable(self, batch: TokenBatch) -> TokenBatch:
+        if self.needs_proximal:
+            require(batch.proximal_logp, "proximal_logp", type(self).__name__)
+        return batch.select(batch.measurable(with_proximal=self.needs_proximal))
+
+    @staticmethod
+    def _common_metrics(batch: TokenBatch, tokens: TokenBatch, loss: Tensor) -> Metrics:
+        with torch.no_grad():
+            log_ratio = bounded(tokens.logp - tokens.behaviour_logp)
+            number = torch.tensor(len(tokens), dtype=torch.float64)
+            kl = kl_importance(log_ratio, log_ratio, torch.zeros_like(log_ratio))
+            metrics: Metrics = {
+                "policy/loss": Share(loss.detach()),
+                "ess": EffectiveSampleSize(RatioMoments.of(tokens.logp - tokens.behaviour_logp)),
+                "ratio": RatioQuantiles((log_ratio,)),
+                "kl/behaviour": Mean.of(kl),
+                "tokens/count": Count(number),
+                "tokens/nonfinite": Count(len(batch) - number),
+            }
+            if tokens.entropy is not None:
+                metrics["entropy"] = Mean.of(tokens.entropy)
+            return metrics
+
+
+def require(value: Tensor | None, name: str, needed_by: str) -> Tensor:
+    """Return an optional field of the batch, or say who needs it."""
+    if value is None:
+        raise ValueError(f"{needed_by} needs TokenBatch.{name}, which is missing.")
+    return value
+
+
+def require_number(name: str, value: float, low: float = 0.0, high: float = math.inf) -> None:
+    """Refuse an option that is not a number in [low, high]."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or math.isinf(value):
+        limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise ValueError(f"{name} must be a number {limits}, not {value!r}.")
+
+
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse an option that is not one of a few words."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}.")

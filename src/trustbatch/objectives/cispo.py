@@ -1,0 +1,35 @@
+"""CISPO: a score-function gradient whose importance weight is capped, not silenced."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trustbatch.objectives.base import Objective, Totals, require_number
+from trustbatch.objectives.estimators import bounded
+from trustbatch.objectives.metrics import Mean, Metrics
+from trustbatch.objectives.token_batch import TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPO(Objective):
+    """loss = -(1/N) sum sg(min(r, 1 + clip_high)) A logp.
+
+    MiniMax 2025. Like P3O's first term with a cap that is set before training.
+    """
+
+    clip_high: float = 0.28
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_number("clip_high", self.clip_high)
+
+    def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        """Return the capped score-function loss averaged over the step's tokens."""
+        ratio = bounded(tokens.logp.detach() - tokens.behaviour_logp).exp()
+        cap = 1.0 + self.clip_high
+        num_tokens = totals.num_tokens.clamp(min=1.0).to(ratio.dtype)
+        loss = -(ratio.clamp(max=cap) * tokens.advantage * tokens.logp).sum() / num_tokens
+        return loss, {
+            "ratio/capped_fraction": Mean.of((ratio > cap).float()),
+            "weight/cap": Mean.of(ratio.new_full(ratio.shape, cap)),
+        }

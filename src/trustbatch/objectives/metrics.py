@@ -1,0 +1,161 @@
+"""Named values that can be reduced: over micro-batches and ranks first, then over optimiser steps.
+
+A metric states by its type how it is combined, so nothing depends on how a name is spelled.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
+
+
+class Metric(Protocol):
+    """What the trainer needs of a metric."""
+
+    def merge(self, other: Self) -> Self:
+        """Combine the parts of one optimiser step."""
+        ...
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return the finished numbers under their full names."""
+        ...
+
+    @staticmethod
+    def over_steps(values: Sequence[float]) -> float:
+        """Combine the finished numbers of several optimiser steps."""
+        ...
+
+
+def _average(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _add_up(values: Sequence[float]) -> float:
+    return sum(values)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A sum and the number of things summed."""
+
+    total: Tensor
+    count: Tensor
+    over_steps = staticmethod(_average)
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Mean":
+        """Average the elements of a tensor."""
+        total = values.detach().sum(dtype=torch.float64)
+        return cls(total, torch.tensor(float(values.numel()), dtype=torch.float64))
+
+    def merge(self, other: "Mean") -> "Mean":
+        """Pool two samples."""
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return the average; NaN where nothing was summed."""
+        count = float(self.count)
+        return {name: float(self.total) / count if count else float("nan")}
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a whole that is known beforehand, such as a loss: micro-batches add up to it."""
+
+    part: Tensor
+    over_steps = staticmethod(_average)
+
+    def merge(self, other: "Share") -> "Share":
+        """Add two parts of the same optimiser step."""
+        return Share(self.part + other.part)
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return the whole."""
+        return {name: float(self.part)}
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number of things, added up over everything."""
+
+    number: Tensor
+    over_steps = staticmethod(_add_up)
+
+    def merge(self, other: "Count") -> "Count":
+        """Add two counts."""
+        return Count(self.number + other.number)
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return the count."""
+        return {name: float(self.number)}
+
+
+@dataclass(frozen=True)
+class EffectiveSampleSize:
+    """Normalised effective sample size e, with 1 - e beside it for a logarithmic axis."""
+
+    moments: RatioMoments
+    over_steps = staticmethod(_average)
+
+    def merge(self, other: "EffectiveSampleSize") -> "EffectiveSampleSize":
+        """Pool the ratios of two batches."""
+        return EffectiveSampleSize(self.moments + other.moments)
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return e and 1 - e."""
+        ess = float(effective_sample_size(self.moments))
+        return {name: ess, f"one_minus_{name}": 1.0 - ess}
+
+
+@dataclass(frozen=True)
+class RatioQuantiles:
+    """Quantiles, mean and maximum of the policy ratios; exact, as it keeps the log-ratios."""
+
+    log_ratios: tuple[Tensor, ...]
+    over_steps = staticmethod(_average)
+
+    LEVELS = (("p01", 0.01), ("p10", 0.10), ("p50", 0.50), ("p90", 0.90), ("p99", 0.99))
+
+    def merge(self, other: "RatioQuantiles") -> "RatioQuantiles":
+        """Pool two samples."""
+        return RatioQuantiles(self.log_ratios + other.log_ratios)
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return NAME/mean, NAME/max and NAME/pXX."""
+        pooled = torch.cat(self.log_ratios).double()
+        if not len(pooled):
+            return {}
+        ordered = pooled.sort().values.exp()
+        last = len(ordered) - 1
+        result = {f"{name}/mean": float(ordered.mean()), f"{name}/max": float(ordered[-1])}
+        for suffix, level in self.LEVELS:
+            result[f"{name}/{suffix}"] = float(ordered[round(level * last)])
+        return result
+
+
+Metrics = dict[str, Metric]
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
+    """Reduce the metrics of all micro-batches of one optimiser step."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
+
+
+def average_over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Finish the metrics of several optimiser steps and combine them into one line of numbers."""
+    collected: dict[str, list[float]] = {}
+    rules: dict[str, type[Metric]] = {}
+    for metrics in steps:
+        for name, metric in metrics.items():
+            for full_name, value in metric.values(name).items():
+                collected.setdefault(full_name, []).append(value)
+                rules[full_name] = type(metric)
+    return {name: float(rules[name].over_steps(values)) for name, values in collected.items()}

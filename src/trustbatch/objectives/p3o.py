@@ -1,0 +1,95 @@
+"""P3O: one measured number caps the score-function weight and sets the pull back to the data."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trustbatch.objectives.base import Objective, Totals, require, require_choice
+from trustbatch.objectives.estimators import (
+    RatioMoments,
+    bounded,
+    effective_sample_size,
+    kl_importance,
+    kl_k3,
+    kl_top_k,
+)
+from trustbatch.objectives.metrics import Mean, Metrics
+from trustbatch.objectives.token_batch import TokenBatch
+
+KL_CHOICES = ("importance", "k3", "top_k")
+ESS_SCOPES = ("step", "micro_batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class P3O(Objective):
+    """loss = (1/N) sum [ -sg(min(r, e)) A logp + (1 - e) KL(pi || pi_b) ].
+
+    e = sg((sum r)^2 / (N sum r^2)) is the normalised effective sample size of the ratios. Fakoor et
+    al., the paper's equation for L_P3O and its Algorithm 2. Differences from the paper: e is taken
+    over the whole optimiser step (`ess_scope="micro_batch"` takes it per micro-batch, as Algorithm
+    2 does), and `kl` chooses how the KL is measured from sampled tokens (see `estimators`).
+    """
+
+    kl: str = "importance"
+    ess_scope: str = "step"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("kl", self.kl, KL_CHOICES)
+        require_choice("ess_scope", self.ess_scope, ESS_SCOPES)
+
+    @property
+    def totals_need_policy(self) -> bool:
+        """Only an ESS over the whole step has to be known before the first backward pass."""
+        return self.ess_scope == "step"
+
+    @property
+    def needs_top_logp(self) -> bool:
+        """The bucketed KL compares whole distributions, not sampled tokens."""
+        return self.kl == "top_k"
+
+    def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
+        """Sums of the behaviour ratios and of their squares."""
+        return {"behaviour": RatioMoments.of(tokens.logp - tokens.behaviour_logp)}
+
+    def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        """Return the capped score-function loss and the ESS-weighted KL to the behaviour policy."""
+        moments = self.scoped_moments(tokens, totals)
+        ess = effective_sample_size(moments["behaviour"])
+        kl = self.kl_to(tokens, tokens.behaviour_logp, tokens.behaviour_top_logp)
+        return self.capped_loss(tokens, totals, ess, kl)
+
+    def scoped_moments(self, tokens: TokenBatch, totals: Totals) -> dict[str, RatioMoments]:
+        """Moments over the set of tokens that `ess_scope` names."""
+        return totals.moments if self.ess_scope == "step" else self.moments(tokens)
+
+    def capped_loss(
+        self, tokens: TokenBatch, totals: Totals, ess: Tensor, kl: Tensor
+    ) -> tuple[Tensor, Metrics]:
+        """Return (1/N) sum [ -sg(min(r, e)) A logp + (1 - e) KL ]."""
+        ratio = bounded(tokens.logp.detach() - tokens.behaviour_logp).exp()
+        # 1 - e is taken in float64: near the on-policy limit it is far below float32's resolution
+        cap, distrust = ess.to(ratio.dtype), (1.0 - ess).to(ratio.dtype)
+        score = -ratio.clamp(max=cap) * tokens.advantage * tokens.logp
+        num_tokens = totals.num_tokens.clamp(min=1.0).to(score.dtype)
+        loss = (score + distrust * kl).sum() / num_tokens
+        return loss, {
+            "kl/penalty": Mean.of(kl),
+            "ratio/capped_fraction": Mean.of((ratio > cap).float()),
+            "weight/cap": Mean.of(ess.expand(ratio.shape)),
+        }
+
+    def kl_to(
+        self, tokens: TokenBatch, anchor_logp: Tensor, anchor_top_logp: Tensor | None
+    ) -> Tensor:
+        """Measure KL(pi || anchor) at each token, [T], in the way that `kl` names."""
+        if self.kl == "top_k":
+            top_logp = require(tokens.top_logp, "top_logp", 'kl="top_k"')
+            anchor = require(anchor_top_logp, "behaviour_top_logp", 'kl="top_k"')
+            return kl_top_k(top_logp, anchor)
+        x = tokens.logp - anchor_logp
+        if self.kl == "k3":
+            return kl_k3(x)
+        return kl_importance(
+            tokens.logp - tokens.behaviour_logp, x, anchor_logp - tokens.behaviour_logp
+        )

@@ -1,0 +1,23 @@
+"""REINFORCE: the score-function gradient, which takes every token as drawn by the policy itself."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trustbatch.objectives.base import Objective, Totals
+from trustbatch.objectives.metrics import Metrics
+from trustbatch.objectives.token_batch import TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce(Objective):
+    """loss = -(1/N) sum A logp.
+
+    Williams 1992; the paper's equation for the policy gradient. It does not look at the behaviour
+    policy at all, so it is right on-policy only.
+    """
+
+    def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        """Return -(1/N) sum A logp."""
+        num_tokens = totals.num_tokens.clamp(min=1.0).to(tokens.logp.dtype)
+        return -(tokens.advantage * tokens.logp).sum() / num_tokens, {}

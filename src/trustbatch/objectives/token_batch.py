@@ -1,0 +1,85 @@
+"""The input of every objective: response tokens of any number of sequences, laid end to end."""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Packed response tokens; prompts and padding are never part of it.
+
+    T is the number of tokens and K the number of most likely tokens that the engine recorded.
+    All tokens of one sequence belong to the same TokenBatch: a batch is split between sequences.
+    """
+
+    logp: Tensor
+    """[T] log-probability of each token under the policy being optimised; carries the gradient."""
+    behaviour_logp: Tensor
+    """[T] log-probability of each token under the distribution that it was drawn from."""
+    advantage: Tensor
+    """[T] the advantage of the token's sequence."""
+    sequence: Tensor
+    """[T] integer id of the token's sequence, distinct within this batch."""
+    proximal_logp: Tensor | None = None
+    """[T] log-probability under the policy as it was at the start of the current pass."""
+    reference_logp: Tensor | None = None
+    """[T] log-probability under a frozen reference policy."""
+    entropy: Tensor | None = None
+    """[T] entropy of the policy at each position; carries gradient when it is to be rewarded."""
+    top_logp: Tensor | None = None
+    """[T, K] policy's log-probabilities of the engine's K most likely tokens; carries gradient."""
+    behaviour_top_logp: Tensor | None = None
+    """[T, K] the engine's own log-probabilities of those tokens."""
+    proximal_top_logp: Tensor | None = None
+    """[T, K] the proximal policy's log-probabilities of those tokens."""
+
+    def __post_init__(self) -> None:
+        if self.logp.dim() != 1:
+            raise ValueError(f"TokenBatch.logp must have shape [T], not {list(self.logp.shape)}.")
+        num_tokens = self.logp.shape[0]
+        top_shapes = set()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if field.name.endswith("top_logp"):
+                top_shapes.add(tuple(value.shape))
+                fits = value.dim() == 2 and value.shape[0] == num_tokens
+                expected = f"[{num_tokens}, K]"
+            else:
+                fits = value.shape == self.logp.shape
+                expected = f"[{num_tokens}]"
+            if not fits:
+                raise ValueError(
+                    f"TokenBatch.{field.name} must have shape {expected}, not {list(value.shape)}."
+                )
+            if value.is_floating_point() == (field.name == "sequence"):
+                wanted = "integers" if field.name == "sequence" else "floating-point numbers"
+                raise ValueError(f"TokenBatch.{field.name} must hold {wanted}, not {value.dtype}.")
+        if len(top_shapes) > 1:
+            raise ValueError(f"The top_logp fields must agree in K, not {sorted(top_shapes)}.")
+
+    def __len__(self) -> int:
+        return self.logp.shape[0]
+
+    def select(self, index: Tensor) -> "TokenBatch":
+        """Return the tokens that a boolean mask or an integer index picks, in that order."""
+        picked = {
+            field.name: value[index]
+            for field in fields(self)
+            if (value := getattr(self, field.name)) is not None
+        }
+        return TokenBatch(**picked)
+
+    def measurable(self, *, with_proximal: bool) -> Tensor:
+        """[T] bool: tokens whose log-ratios are finite, so that policies can be compared there."""
+        finite = torch.isfinite(self.logp.detach() - self.behaviour_logp)
+        if with_proximal and self.proximal_logp is not None:
+            finite = finite & torch.isfinite(self.proximal_logp - self.behaviour_logp)
+        return finite
+
+    def with_logp(self, logp: Tensor) -> "TokenBatch":
+        """Return the same tokens under another policy's log-probabilities."""
+        return replace(self, logp=logp)

@@ -1,0 +1,60 @@
+"""Two-anchor P3O: pulls toward a mixture of the behaviour policy and a proximal snapshot."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trustbatch.objectives.base import Totals, require
+from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
+from trustbatch.objectives.metrics import Mean, Metrics
+from trustbatch.objectives.p3o import P3O
+from trustbatch.objectives.token_batch import TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoAnchor(P3O):
+    """P3O with e = min(e_b, e_prox) and a KL toward an ESS-weighted mixture of both anchors.
+
+    mix = ((1 - e_b) pi_b + (1 - e_prox) pi_prox) / ((1 - e_b) + (1 - e_prox)). The paper's appendix
+    "Two-anchor extension of P3O". Where both weights vanish the KL term does too, since its factor
+    1 - e is then 0.
+    """
+
+    needs_proximal: ClassVar[bool] = True
+
+    def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
+        """Sums of the ratios to each anchor and of their squares."""
+        proximal = require(tokens.proximal_logp, "proximal_logp", "two_anchor")
+        return super().moments(tokens) | {"proximal": RatioMoments.of(tokens.logp - proximal)}
+
+    def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        """Return the capped score-function loss and the KL toward the mixture."""
+        moments = self.scoped_moments(tokens, totals)
+        dtype = tokens.logp.dtype
+        ess_behaviour = effective_sample_size(moments["behaviour"])
+        ess_proximal = effective_sample_size(moments["proximal"])
+        distrust = (1.0 - ess_behaviour) + (1.0 - ess_proximal)
+        # with no distrust at all the weight is arbitrary: the KL is multiplied by 0
+        share = torch.where(distrust > 0, (1.0 - ess_behaviour) / distrust.clamp(min=1e-300), 1.0)
+        proximal = require(tokens.proximal_logp, "proximal_logp", "two_anchor").detach()
+        mixture = log_mixture(share.to(dtype), tokens.behaviour_logp, proximal)
+        mixture_top = None
+        if self.needs_top_logp:
+            behaviour_top = require(tokens.behaviour_top_logp, "behaviour_top_logp", 'kl="top_k"')
+            proximal_top = require(tokens.proximal_top_logp, "proximal_top_logp", 'kl="top_k"')
+            mixture_top = log_mixture(share.to(dtype), behaviour_top, proximal_top.detach())
+        ess = torch.minimum(ess_behaviour, ess_proximal)
+        loss, metrics = self.capped_loss(
+            tokens, totals, ess, self.kl_to(tokens, mixture, mixture_top)
+        )
+        metrics["anchor/behaviour_share"] = Mean.of(share.expand(tokens.logp.shape))
+        metrics["anchor/ess_behaviour"] = Mean.of(ess_behaviour.expand(tokens.logp.shape))
+        metrics["anchor/ess_proximal"] = Mean.of(ess_proximal.expand(tokens.logp.shape))
+        return loss, metrics
+
+
+def log_mixture(share: Tensor, first_logp: Tensor, second_logp: Tensor) -> Tensor:
+    """Return log(share exp(first) + (1 - share) exp(second)); log 0 = -inf is a valid weight."""
+    return torch.logaddexp(share.log() + first_logp, (1.0 - share).log() + second_logp)
