@@ -1,1 +1,22 @@
-"""trustbatch: RL on language models whose trust in a batch is measured from the batch."""
+"""trustbatch: RL on language models whose trust in a batch is measured from the batch.
+
+The reading order of the package is the flow of data: tasks, rollout, rewards, advantages, batching,
+objectives, training, loops; `loops/sync.py` shows it on one screen.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trustbatch.api import RunResult, train
+
+__version__ = "0.1.0"
+__all__ = ["RunResult", "__version__", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes seconds to import: `trustbatch --help` and a typing error must not wait for it
+    if name in ("RunResult", "train"):
+        from trustbatch import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'trustbatch' has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""`python -m trustbatch` is the command line."""
+
+from trustbatch.cli import main
+
+raise SystemExit(main())

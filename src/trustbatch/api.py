@@ -1,0 +1,85 @@
+"""Training from Python."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trustbatch.config import Config, parse_config
+from trustbatch.loops.sync import train_sync
+from trustbatch.observe.progress import Progress
+from trustbatch.observe.run_folder import read_metrics
+from trustbatch.session import open_session
+from trustbatch.tasks import Task
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left behind."""
+
+    folder: Path
+    """the run folder"""
+    checkpoint: Path
+    """the trained model, a Hugging Face folder"""
+    metrics: list[dict[str, Any]]
+    """one dictionary a step"""
+
+
+def train(
+    *,
+    model: str | Path,
+    task: str | Mapping[str, Any] | Task,
+    objective: str | Mapping[str, Any] = "p3o",
+    **tables: Any,
+) -> RunResult:
+    """Train a model and return what came out.
+
+    Args:
+        model: local folder or hub name.
+        task: a name, a table such as {"name": "file", "path": "train.jsonl"}, or your own object
+            with `name`, `prompt` and `grade`.
+        objective: a name, or a table such as {"name": "grpo", "clip_high": 0.28}.
+        **tables: any other key of the configuration, such as seed=1 or rollout={"max_tokens": 64}.
+
+    Example:
+        trustbatch.train(model="Qwen/Qwen3-0.6B", task={"name": "file", "path": "gsm8k.jsonl"})
+    """
+    own_task = None
+    if isinstance(task, str | Mapping):
+        task_table = _named(task)
+    else:
+        own_task, task_table = task, _describe(task)
+    tree = {"task": task_table, "objective": _named(objective), **tables}
+    tree["model"] = {"name": str(model), **tables.get("model", {})}
+    return train_config(parse_config(tree), own_task)
+
+
+def train_config(config: Config, task: Task | None = None) -> RunResult:
+    """Run, or continue, the training that a configuration describes."""
+    session = open_session(config, task)
+    progress = Progress(config.run.name, config.training.steps, done=session.step)
+    try:
+        train_sync(session, progress)
+    finally:
+        session.run.close()
+    return RunResult(
+        folder=session.run.path,
+        checkpoint=session.run.checkpoints / f"step-{config.training.steps}",
+        metrics=read_metrics(session.run.path),
+    )
+
+
+def _named(value: str | Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": value} if isinstance(value, str) else dict(value)
+
+
+def _describe(task: Task) -> dict[str, Any]:
+    """Record of a task given as an object: its name, and its plain fields where it has any."""
+    described: dict[str, Any] = {}
+    if dataclasses.is_dataclass(task):
+        for field in dataclasses.fields(task):
+            value = getattr(task, field.name)
+            if isinstance(value, str | int | float | bool):
+                described[field.name] = value
+    return described | {"name": task.name}

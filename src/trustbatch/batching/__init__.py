@@ -1,0 +1,1 @@
+"""From scored rollouts to what one forward pass takes."""

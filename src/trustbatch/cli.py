@@ -1,0 +1,167 @@
+"""The command line: parse, build, call."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from trustbatch.errors import ConfigError, TrustbatchError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; an error a user can act on is printed without a traceback."""
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except TrustbatchError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, style="red")
+        return 2
+    except KeyboardInterrupt:
+        Console(stderr=True).print("\nStopped. The same command continues where it left off.")
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _parser()
+    options, overrides = parser.parse_known_args(arguments)
+    if options.command != "train" and overrides:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    # each command imports what it needs: --help answers at once
+    if options.command == "train":
+        return _train(options.config, overrides, dry_run=options.dry_run)
+    if options.command == "report":
+        return _report(options.runs, options.output)
+    if options.command == "eval":
+        return _eval(options)
+    return _quickstart(Path(options.folder), steps=options.steps, seed=options.seed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trustbatch", description="RL on language models with measured trust in each batch."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser(
+        "train",
+        help="train a model as a TOML file says",
+        epilog="Any key can be set on the command line: --training.steps=10 --objective.name=grpo",
+    )
+    train.add_argument("config", help="TOML file; see configs/")
+    train.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and the plan"
+    )
+    report = commands.add_parser("report", help="write one HTML page about some runs")
+    report.add_argument("runs", nargs="+", help="run folders, e.g. runs/a runs/b")
+    report.add_argument("--output", help="the HTML file; report.html of the first run unless given")
+    evaluation = commands.add_parser("eval", help="mean reward of a model on a task")
+    evaluation.add_argument("model", help="local folder or hub name")
+    evaluation.add_argument("--task", default="arithmetic", help="arithmetic, or a .jsonl/.parquet")
+    evaluation.add_argument("--prompts", type=_at_least_one, default=256)
+    evaluation.add_argument("--samples", type=_at_least_one, default=4)
+    evaluation.add_argument("--max-tokens", type=_at_least_one, default=256)
+    evaluation.add_argument("--temperature", type=float, default=1.0)
+    evaluation.add_argument("--seed", type=int, default=0)
+    quickstart = commands.add_parser(
+        "quickstart", help="a few minutes on a CPU: tiny model, P3O beside GRPO, report"
+    )
+    quickstart.add_argument("--folder", default="runs/quickstart")
+    quickstart.add_argument("--steps", type=_at_least_one, default=60)
+    quickstart.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _train(config_file: str, overrides: list[str], *, dry_run: bool) -> int:
+    from trustbatch.api import train_config
+    from trustbatch.config import load_config
+    from trustbatch.observe.report import write_report
+
+    console = Console(soft_wrap=True)
+    config = load_config(config_file, overrides)
+    if dry_run:
+        from trustbatch.plan import describe_plan
+
+        console.print(config.to_toml(), markup=False, highlight=False)
+        console.print(describe_plan(config), markup=False, highlight=False)
+        return 0
+    result = train_config(config)
+    report = write_report([result.folder], result.folder / "report.html")
+    console.print(f"Model   {result.checkpoint}", markup=False, highlight=False)
+    console.print(f"Report  {report}", markup=False, highlight=False)
+    return 0
+
+
+def _report(runs: list[str], output: str | None) -> int:
+    from trustbatch.observe.report import write_report
+
+    folders = [Path(run) for run in runs]
+    written = write_report(folders, Path(output) if output else folders[0] / "report.html")
+    Console(soft_wrap=True).print(str(written), markup=False, highlight=False)
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from trustbatch.evaluation import evaluate
+    from trustbatch.policy import Policy
+    from trustbatch.tasks import build_task
+
+    is_file = options.task.endswith((".jsonl", ".jsonl.gz", ".parquet"))
+    try:
+        task = (
+            build_task("file", seed=options.seed, path=options.task, shuffle=False)
+            if is_file
+            else build_task(options.task, seed=options.seed)
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    result = evaluate(
+        Policy.load(options.model).freeze(),
+        task,
+        num_prompts=options.prompts,
+        num_samples=options.samples,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+    Console(soft_wrap=True).print(
+        f"{result.mean_reward:.4f} +- {result.standard_error:.4f} mean reward over "
+        f"{result.num_prompts} prompts x {result.num_samples} samples",
+        highlight=False,
+    )
+    return 0
+
+
+def _quickstart(folder: Path, *, steps: int, seed: int) -> int:
+    from trustbatch.quickstart import quickstart
+
+    console = Console(soft_wrap=True)
+    result = quickstart(
+        folder, steps=steps, seed=seed, say=lambda line: console.print(line, highlight=False)
+    )
+    table = Table(title=f"Reward after {steps} steps from {result.start.mean_reward:.3f}")
+    for heading in ("rollouts", "objective", "accuracy at T=1", "training reward", "seconds"):
+        table.add_column(
+            heading, justify="left" if heading in ("rollouts", "objective") else "right"
+        )
+    for row in result.rows:
+        table.add_row(
+            row.rollouts,
+            row.objective,
+            f"{row.final.mean_reward:.3f} +- {row.final.standard_error:.3f}",
+            f"{row.first_reward:.3f} -> {row.last_reward:.3f}",
+            f"{row.seconds:.0f}",
+        )
+    console.print(table)
+    console.print(
+        "mismatched: rollouts drawn at T = 1.2 by a policy 4 versions old; one seed each."
+    )
+    console.print(f"Report  {result.report}", highlight=False)
+    return 0

@@ -1,0 +1,285 @@
+"""The configuration: one tree of tables, checked before anything is loaded.
+
+Defaults < TOML file < dotted overrides. Unknown keys are refused. The resolved tree is written into
+the run folder.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trustbatch.advantages import ADVANTAGES
+from trustbatch.errors import ConfigError
+from trustbatch.objectives import Objective, build_objective
+
+DEFAULT_TOP_LOGPROBS = 16
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Table):
+    """[model]: what is trained."""
+
+    name: str
+    """a local folder with a Hugging Face checkpoint, or a model name on the hub"""
+    device: str = "auto"
+    """"auto" is the GPU where there is one, else "cpu\""""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of matrix products; parameters are always float32. "auto": bfloat16 on a GPU"""
+    trust_remote_code: bool = False
+    """run code that comes with the checkpoint"""
+
+
+class NamedOptions(BaseModel):
+    """A table with a name and the options of what it names."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the name."""
+        return dict(self.model_extra or {})
+
+
+class RolloutConfig(_Table):
+    """[rollout]: how completions are drawn."""
+
+    engine: Literal["native"] = "native"
+    prompts_per_step: int = Field(default=32, ge=1)
+    samples_per_prompt: int = Field(default=8, ge=1)
+    max_tokens: int = Field(default=256, ge=1)
+    """longest completion"""
+    temperature: float = Field(default=1.0, gt=0.0, le=100.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)
+    """0 keeps every token"""
+    top_logprobs: int = Field(default=0, ge=0)
+    """most likely tokens recorded at each position; 16 where the objective needs them"""
+    logprob_mode: Literal["processed", "raw"] = "processed"
+    """"raw" reproduces systems that store untempered, untruncated log-probs"""
+    lag: int = Field(default=0, ge=0)
+    """train on rollouts that are this many policy versions old"""
+    max_sequences: int = Field(default=512, ge=1)
+    """sequences decoded at a time"""
+
+
+class AdvantageConfig(_Table):
+    """[advantage]: from rewards to credit."""
+
+    name: Literal["group_standardised", "group_centred", "leave_one_out"] = "group_standardised"
+    epsilon: float | None = Field(default=None, gt=0.0)
+    """added to the standard deviation; group_standardised only, 1e-6 unless told"""
+
+    @property
+    def options(self) -> dict[str, float]:
+        """Keyword arguments of the advantage function."""
+        return {} if self.epsilon is None else {"epsilon": self.epsilon}
+
+
+class TrainingConfig(_Table):
+    """[training]: how the policy is updated. Defaults are the paper's."""
+
+    steps: int = Field(default=100, ge=1)
+    """batches of rollouts to train on"""
+    passes: int = Field(default=1, ge=1)
+    """passes over each batch of rollouts"""
+    mini_batches: int = Field(default=1, ge=1)
+    """optimiser steps in a pass"""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """tokens in one forward pass, padding included; changes memory, not the result"""
+    learning_rate: float = Field(default=1e-5, gt=0.0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    gradient_clip: float = Field(default=1.0, gt=0.0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
+    policy_temperature: float | Literal["rollout"] = 1.0
+    """the policy is softmax(logits / policy_temperature); "rollout" takes rollout.temperature"""
+    reference_model: str | None = None
+    """frozen reference for objective.reference_kl_coef; the initial model unless told"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainingConfig":
+        if self.policy_temperature != "rollout" and not self.policy_temperature > 0:
+            raise ValueError("policy_temperature must be above 0 or the word rollout")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError("betas must be two numbers from 0 to below 1")
+        return self
+
+
+class RunConfig(_Table):
+    """[run]: where results go. Nothing here changes what is computed."""
+
+    name: str = "run"
+    folder: str = "runs"
+    checkpoint_every: int = Field(default=50, ge=1)
+    """steps between checkpoints; the last step always has one"""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    rollouts_every: int = Field(default=10, ge=1)
+    """steps between samples of completions in rollouts/"""
+    rollouts_logged: int = Field(default=16, ge=0)
+    """completions in each sample"""
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return Path(self.folder) / self.name
+
+
+class Config(_Table):
+    """The whole configuration of a training run."""
+
+    seed: int = 0
+    model: ModelConfig
+    task: NamedOptions
+    rollout: RolloutConfig = RolloutConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    objective: NamedOptions = NamedOptions(name="p3o")
+    training: TrainingConfig = TrainingConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, data: Any) -> Any:
+        """Choose the best KL estimate that the engine supplies, and have the engine supply it."""
+        if not isinstance(data, Mapping):
+            return data
+        data = {key: _as_dict(value) for key, value in data.items()}
+        objective = data.setdefault("objective", {"name": "p3o"})
+        if isinstance(objective, dict) and objective.get("name") in ("p3o", "two_anchor"):
+            objective.setdefault("kl", "top_k")
+            rollout = data.setdefault("rollout", {})
+            if objective["kl"] == "top_k" and isinstance(rollout, dict):
+                rollout.setdefault("top_logprobs", DEFAULT_TOP_LOGPROBS)
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        objective = self.build_objective()
+        standardised = self.advantage.name == "group_standardised"
+        if self.rollout.samples_per_prompt == 1:
+            raise ValueError(
+                f"rollout.samples_per_prompt = 1 leaves advantage.name = {self.advantage.name} "
+                "nothing to compare a sample with: draw at least 2 samples a prompt"
+            )
+        if self.advantage.epsilon is not None and not standardised:
+            raise ValueError("advantage.epsilon belongs to group_standardised only: remove it")
+        if objective.needs_top_logp and self.rollout.top_logprobs == 0:
+            raise ValueError(
+                'objective.kl = "top_k" needs rollout.top_logprobs above 0, such as 16'
+            )
+        num_sequences = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        if self.training.mini_batches > num_sequences:
+            raise ValueError(
+                f"training.mini_batches = {self.training.mini_batches} is more than the "
+                f"{num_sequences} sequences of a step: lower it"
+            )
+        return self
+
+    def build_objective(self) -> Objective:
+        """Build the objective that [objective] describes."""
+        return build_objective(self.objective.name, **self.objective.options)
+
+    @property
+    def policy_temperature(self) -> float:
+        """Temperature of the policy that is optimised, as a number."""
+        temperature = self.training.policy_temperature
+        return self.rollout.temperature if temperature == "rollout" else float(temperature)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the resolved tree; keys without a value are left out."""
+        return self.model_dump(exclude_none=True, mode="json")
+
+    def to_toml(self) -> str:
+        """Return the resolved tree as TOML."""
+        return tomli_w.dumps(self.to_dict())
+
+
+def load_config(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply overrides such as "--training.steps=10"."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            raise ConfigError(f"There is no configuration file {str(path)!r}: check the path.")
+        try:
+            tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one dotted key, e.g. "--rollout.temperature=1.2"."""
+    key, equals, text = override.removeprefix("--").partition("=")
+    if not override.startswith("--") or not equals or not key:
+        raise ConfigError(f"{override!r} is not an override: write --table.key=value.")
+    *tables, last = key.split(".")
+    for table in tables:
+        tree = tree.setdefault(table, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{override!r} treats {table!r} as a table, but it is a value.")
+    tree[last] = _parse_value(text)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # a bare word is a string
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """Check a tree of plain values; every problem becomes one sentence that says what to change."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(item) for item in error.errors())) from None
+
+
+def _sentence(item: Any) -> str:
+    location = [str(part) for part in item["loc"] if not str(part).startswith("function-")]
+    key = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        close = get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {'.'.join([*location[:-1], close[0]])!r}?" if close else ""
+        return f"Unknown key {key!r}: {hint or 'known are ' + ', '.join(known) + '.'}"
+    if item["type"] == "missing":
+        return f"{key} is missing: set it in the file or with --{key}=..."
+    message = item["msg"].removeprefix("Value error, ").rstrip(".")
+    if item["type"] == "value_error":
+        return f"{message}." if "." in message.split(" ")[0] else f"{_prefix(key)}{message}."
+    return f"{key} = {json.dumps(item['input'], default=str)}: {message[0].lower()}{message[1:]}."
+
+
+def _prefix(key: str) -> str:
+    return f"{key}: " if key else ""
+
+
+def _known_keys(tables: Sequence[str]) -> list[str]:
+    model: Any = Config
+    for table in tables:
+        model = model.model_fields[table].annotation
+    return list(model.model_fields)
+
+
+def _as_dict(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+assert set(ADVANTAGES) == set(AdvantageConfig.model_fields["name"].annotation.__args__)  # type: ignore[union-attr]

@@ -1,0 +1,49 @@
+"""Mean reward of a model on a fixed set of prompts, with its standard error."""
+
+import math
+from dataclasses import dataclass
+
+from trustbatch.policy import Policy
+from trustbatch.rewards import score
+from trustbatch.rollout.collect import collect
+from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.tasks import Task
+from trustbatch.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """A mean reward over prompts; samples of one prompt are not independent of each other."""
+
+    mean_reward: float
+    standard_error: float
+    """of the mean, over prompts"""
+    num_prompts: int
+    num_samples: int
+
+
+def evaluate(
+    policy: Policy,
+    task: Task,
+    *,
+    num_prompts: int,
+    num_samples: int,
+    max_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> EvaluationResult:
+    """Draw `num_samples` completions of the task's first prompts and grade them."""
+    sampling = SamplingParams(
+        max_tokens=max_tokens, stop_token_ids=policy.stop_token_ids, temperature=temperature
+    )
+    engine = NativeEngine(policy, seed=seed)
+    prompts = [task.prompt(index) for index in range(num_prompts)]
+    groups = collect(engine, policy, prompts, num_samples=num_samples, sampling=sampling)
+    per_prompt = score(groups, task).mean(dim=1)
+    deviation = float(per_prompt.std()) if num_prompts > 1 else math.nan
+    return EvaluationResult(
+        mean_reward=float(per_prompt.mean()),
+        standard_error=deviation / math.sqrt(num_prompts),
+        num_prompts=num_prompts,
+        num_samples=num_samples,
+    )

@@ -1,0 +1,71 @@
+"""The synchronous loop: generate, score, train, publish; the whole of it is on this screen."""
+
+import time
+
+from trustbatch.advantages import ADVANTAGES
+from trustbatch.batching.samples import to_sequences
+from trustbatch.observe.progress import Progress
+from trustbatch.observe.rollout_metrics import rollout_metrics
+from trustbatch.rewards import score
+from trustbatch.rollout.collect import collect
+from trustbatch.session import Session
+from trustbatch.training.checkpoint import save_checkpoint
+from trustbatch.types import RolloutGroup
+
+
+def train_sync(session: Session, progress: Progress) -> dict[str, float]:
+    """Train until the configured number of steps is done; returns the last step's metrics.
+
+    With `rollout.lag` = L, the batch trained at version v was drawn by version v - L: batches wait
+    in `session.pending`, as they would between two machines that run side by side.
+    """
+    config, run, metrics = session.config, session.run, {}
+    for step in range(session.step + 1, config.training.steps + 1):
+        start = time.perf_counter()
+        num_ahead = min(config.rollout.lag, config.training.steps - step)
+        while len(session.pending) <= num_ahead:
+            session.pending.append(_draw_batch(session))
+        groups = session.pending.popleft()
+        generated = time.perf_counter()
+
+        rewards = score(groups, session.task)
+        advantages = ADVANTAGES[config.advantage.name](rewards, **config.advantage.options)
+        metrics = rollout_metrics(groups, rewards, version=session.step)
+        trained_from = time.perf_counter()
+        metrics |= session.trainer.train(to_sequences(groups, advantages))
+        session.step = step
+        session.engine.load_weights(session.policy.named_weights(), version=step)
+        end = time.perf_counter()
+
+        metrics["time/generate_seconds"] = generated - start
+        metrics["time/train_seconds"] = end - trained_from
+        metrics["time/step_seconds"] = end - start
+        num_tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
+        metrics["time/tokens_per_second"] = num_tokens / (end - start)
+        run.write_metrics(step, metrics)
+        if step % config.run.rollouts_every == 0 or step in (1, config.training.steps):
+            run.write_rollouts(step, groups, rewards, advantages)
+        if step % config.run.checkpoint_every == 0 or step == config.training.steps:
+            save_checkpoint(
+                run.checkpoints,
+                session.trainer,
+                step=step,
+                pending=session.pending,
+                keep=config.run.keep_checkpoints,
+            )
+        progress.update(step, metrics)
+    return metrics
+
+
+def _draw_batch(session: Session) -> list[RolloutGroup]:
+    """Draw the completions of the next prompts that no batch has taken yet."""
+    rollout = session.config.rollout
+    first = (session.step + len(session.pending)) * rollout.prompts_per_step
+    prompts = [session.task.prompt(first + i) for i in range(rollout.prompts_per_step)]
+    return collect(
+        session.engine,
+        session.policy,
+        prompts,
+        num_samples=rollout.samples_per_prompt,
+        sampling=session.sampling,
+    )

@@ -1,0 +1,273 @@
+"""The run report: one HTML file that holds everything and asks the network for nothing.
+
+Text that came from a run (names, prompts, completions, configuration) passes through `text`
+before it reaches the page.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from trustbatch.errors import ConfigError
+from trustbatch.observe.charts import swatch
+from trustbatch.observe.report_charts import charts_section
+from trustbatch.observe.report_data import Run, SampleFile, number, read_runs
+
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+LONGEST_TEXT = 4000
+# Control characters have no meaning in HTML; their pictures show what the model really wrote.
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+_DASH = "\N{EN DASH}"
+_WARNING_COUNTS = {"tokens/nonfinite": "non-finite tokens", "steps/skipped": "skipped steps"}
+_SUMMARY_HEADINGS = (
+    "Run",
+    "Objective",
+    "Temperature",
+    "Lag",
+    "Steps",
+    "First reward",
+    "Final reward",
+    "Final 1\N{NON-BREAKING HYPHEN}ESS",
+    "Tokens/s",
+    "Notes",
+)
+_SAMPLE_HEADINGS = ("Prompt", "Completion", "Answer", "Reward", "Advantage", "Ending", "Sampled by")
+
+
+def write_report(run_folders: Sequence[Path], output: Path) -> Path:
+    """Read the run folders, write one self-contained HTML page to `output` and return its path."""
+    page = render_report(read_runs(run_folders))
+    output = Path(output)
+    if output.is_dir():
+        raise ConfigError(
+            f"The report cannot be written to {output}, which is a folder: name a file in it."
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # A completion may hold half a surrogate pair, which no encoding can write.
+    output.write_bytes(page.encode("utf-8", errors="replace"))
+    return output
+
+
+def render_report(runs: Sequence[Run]) -> str:
+    """Return the page for runs that were already read."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY, quote=False)}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="referrer" content="no-referrer">',
+            f"<title>{text(title)} · trustbatch report</title>",
+            f"<style>\n{_asset('report.css')}</style>\n</head>\n<body>",
+            f"<header><h1>{text(title)}</h1><p>trustbatch run report</p>"
+            '<nav><a href="#summary">Summary</a><a href="#charts">Charts</a>'
+            '<a href="#completions">Completions</a><a href="#settings">Settings</a></nav></header>',
+            "<main>",
+            _summary_section(runs),
+            charts_section(runs),
+            _completions_section(runs),
+            _settings_section(runs),
+            f"</main>\n<script>\n{_asset('report.js')}</script>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def text(value: object) -> str:
+    """Return any value as text that HTML shows and never interprets."""
+    return escape(str(value).translate(_CONTROL_PICTURES))
+
+
+def final_mean(values: Sequence[float]) -> float:
+    """Return the mean of the last tenth of a metric, at least one step; NaN where none counts."""
+    tail = values[-max(1, len(values) // 10) :]
+    return _mean(tail)
+
+
+def notes(run: Run) -> list[str]:
+    """Return what a reader should know before trusting the run's numbers."""
+    found: list[str] = []
+    planned = run.steps_planned
+    if not run.rows:
+        found.append("no steps recorded")
+    elif planned is not None and run.steps_done < planned:
+        found.append(f"unfinished: {run.steps_done} of {planned} steps")
+    for key, what in (
+        ("tokens/nonfinite", "non-finite tokens"),
+        ("steps/skipped", "skipped steps"),
+    ):
+        steps, values = run.series(key)
+        bad = [index for index, value in enumerate(values) if value != 0]
+        if bad:
+            peak = max((v for v in values if math.isfinite(v)), default=math.nan)
+            found.append(f"{what}: first at step {steps[bad[0]]:g}, up to {figure(peak)}")
+    return found + run.problems
+
+
+def figure(value: object) -> str:
+    """Write a number with four significant digits, or a dash where there is none."""
+    found = number(value)
+    if not math.isfinite(found):
+        return _DASH
+    if found == int(found) and abs(found) < 1e6:
+        return f"{int(found):,}"
+    return f"{found:,.0f}" if 1e3 <= abs(found) < 1e6 else f"{found:.4g}"
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return the leaves of nested tables as dotted keys and written values."""
+    leaves: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            leaves += flatten(value, f"{prefix}{key}.")
+        else:
+            shown = value if isinstance(value, str) else json.dumps(value, default=str)
+            leaves.append((f"{prefix}{key}", shown))
+    return leaves
+
+
+def _asset(name: str) -> str:
+    return resources.files("trustbatch.observe").joinpath(name).read_text(encoding="utf-8")
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _summary_section(runs: Sequence[Run]) -> str:
+    heads = "".join(
+        f'<th scope="col"{_numeric(place in range(2, 9))}>{heading}</th>'
+        for place, heading in enumerate(_SUMMARY_HEADINGS)
+    )
+    rows = "\n".join(_summary_row(index, run) for index, run in enumerate(runs))
+    return (
+        '<section id="summary"><h2>Summary</h2><div class="scroll"><table class="summary">'
+        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>"
+        '<p class="hint">Final values are means over the last tenth of the steps; tokens per '
+        "second are the mean over all steps.</p></section>"
+    )
+
+
+def _summary_row(index: int, run: Run) -> str:
+    planned = run.steps_planned
+    rewards = run.series("reward/mean")[1]
+    numbers = (
+        figure(run.option("rollout", "temperature")),
+        figure(run.option("rollout", "lag")),
+        f"{run.steps_done:,} / {_DASH if planned is None else f'{planned:,}'}",
+        figure(rewards[0] if rewards else None),
+        figure(final_mean(rewards)),
+        figure(final_mean(run.series("one_minus_ess")[1])),
+        figure(_mean(run.series("time/tokens_per_second")[1])),
+    )
+    cells = "".join(f'<td class="number">{cell}</td>' for cell in numbers)
+    remarks = "".join(f'<span class="note">{text(note)}</span>' for note in notes(run))
+    return (
+        f'<tr><th scope="row">{swatch(index)}<span>{text(run.name)}</span></th>'
+        f"<td>{_objective(run)}</td>{cells}<td>{remarks}</td></tr>"
+    )
+
+
+def _objective(run: Run) -> str:
+    table = run.config.get("objective")
+    options = dict(table) if isinstance(table, dict) else {}
+    name = text(options.pop("name", _DASH))
+    rest = "".join(
+        f"<code>{text(key)}={text(value)}</code> " for key, value in flatten(options)
+    ).strip()
+    return f"<strong>{name}</strong>" + (f'<div class="options">{rest}</div>' if rest else "")
+
+
+def _completions_section(runs: Sequence[Run]) -> str:
+    blocks = "\n".join(_run_samples(index, run) for index, run in enumerate(runs))
+    return (
+        '<section id="completions"><h2>Sampled completions</h2><p class="hint">Rows picked evenly '
+        "from the first, the middle and the last file of completions of each run.</p>\n"
+        f"{blocks}</section>"
+    )
+
+
+def _run_samples(index: int, run: Run) -> str:
+    inner = "\n".join(_sample_table(sample) for sample in run.samples)
+    return _details(index, run.name, inner or "<p>No completions were saved.</p>")
+
+
+def _sample_table(sample: SampleFile) -> str:
+    heads = "".join(
+        f'<th scope="col"{_numeric(heading in ("Reward", "Advantage"))}>{heading}</th>'
+        for heading in _SAMPLE_HEADINGS
+    )
+    rows = "\n".join(map(_sample_row, sample.rows))
+    step = sample.rows[0].get("step", _DASH) if sample.rows else _DASH
+    return (
+        f'<h4>Step {text(step)} <small>{text(sample.name)}</small></h4><div class="scroll">'
+        f'<table class="samples"><thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>"
+    )
+
+
+def _sample_row(row: dict[str, Any]) -> str:
+    ending = f"{text(_known(row, 'finish_reason'))}<br>{figure(row.get('tokens'))} tokens"
+    origin = [
+        f"{_known(row, 'policy')} · version {_known(row, 'version')}",
+        f"{_known(row, 'engine')} · {_known(row, 'precision')}",
+        f"T {_known(row, 'temperature')} · top-p {_known(row, 'top_p')} · "
+        f"top-k {_known(row, 'top_k')}",
+        f"mean logp {figure(row.get('mean_behaviour_logp'))} ({_known(row, 'logprob_mode')})",
+    ]
+    return (
+        f'<tr><td class="long"><small>{text(_known(row, "prompt_id"))}</small>'
+        f"<pre>{_cut(row.get('prompt', ''))}</pre></td>"
+        f'<td class="long"><pre>{_cut(row.get("completion", ""))}</pre></td>'
+        f'<td class="answer">{_cut(_known(row, "answer"))}</td>'
+        f'<td class="number">{figure(row.get("reward"))}</td>'
+        f'<td class="number">{figure(row.get("advantage"))}</td>'
+        f'<td>{ending}</td><td class="origin">{"<br>".join(map(text, origin))}</td></tr>'
+    )
+
+
+def _known(row: dict[str, Any], key: str) -> Any:
+    value = row.get(key)
+    return _DASH if value is None else value
+
+
+def _cut(value: object) -> str:
+    shown = str(value)
+    more = len(shown) - LONGEST_TEXT
+    if more <= 0:
+        return text(shown)
+    return f'{text(shown[:LONGEST_TEXT])}<span class="more"> … {more:,} more characters</span>'
+
+
+def _settings_section(runs: Sequence[Run]) -> str:
+    blocks = "\n".join(_run_settings(index, run) for index, run in enumerate(runs))
+    return f'<section id="settings"><h2>Configuration and environment</h2>\n{blocks}</section>'
+
+
+def _run_settings(index: int, run: Run) -> str:
+    config = f"<pre>{text(run.config_text)}</pre>" if run.config_text else "<p>Not recorded.</p>"
+    rows = "".join(
+        f'<tr><th scope="row">{text(key)}</th><td>{text(value)}</td></tr>'
+        for key, value in flatten(run.environment)
+    )
+    environment = f'<table class="environment">{rows}</table>' if rows else "<p>Not recorded.</p>"
+    inner = (
+        f'<div class="settings"><div><h4>Configuration</h4>{config}</div>'
+        f"<div><h4>Environment</h4>{environment}</div></div>"
+    )
+    return _details(index, run.name, inner)
+
+
+def _details(index: int, name: str, inner: str) -> str:
+    return f"<details><summary>{swatch(index)}<span>{text(name)}</span></summary>{inner}</details>"
+
+
+def _numeric(is_number: bool) -> str:
+    return ' class="number"' if is_number else ""

@@ -1,0 +1,239 @@
+"""Which metrics the report draws, how, and the sentence that says how to read each chart."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from trustbatch.observe.charts import (
+    COLOURS,
+    Axis,
+    Band,
+    Curve,
+    Frame,
+    band_chart,
+    legend,
+    line_chart,
+    linear_axis,
+    log_axis,
+    smooth,
+    step_axis,
+)
+from trustbatch.observe.report_data import Run
+
+LEAD = Frame(620, 330)
+SMALL = Frame(440, 250)
+PANEL = Frame(320, 210)
+HINT = (
+    "Strong lines are moving averages over about a twentieth of a run, faint lines the raw values; "
+    "a click on a name in a legend hides or shows that run."
+)
+QUANTILES = ("ratio/p01", "ratio/p10", "ratio/p50", "ratio/p90", "ratio/p99")
+RATIO_LIMIT = 1e-6
+_AUTO_LOG = 100.0
+
+
+@dataclass(frozen=True)
+class ChartSpec:
+    """A chart of one metric over all runs.
+
+    `scale` is "linear", "zero" (linear, from zero), "log" or "auto" (log where the data spans
+    more than two decades).  A smoothed line has the raw values drawn faintly behind it, or the
+    metric that `ghost` names.
+    """
+
+    key: str
+    title: str
+    reading: str
+    scale: str = "linear"
+    ghost: str = ""
+    smoothed: bool = True
+
+
+LEADING = (
+    ChartSpec(
+        "reward/mean",
+        "Reward",
+        "Mean reward of each step's batch; the faint line is the raw value, the strong one a light "
+        "moving average.",
+    ),
+    ChartSpec(
+        "one_minus_ess",
+        "1-ESS",
+        "0 means every token is trusted alike; P3O's pull back to the data has exactly this "
+        "strength.",
+        scale="log",
+    ),
+)
+
+OTHERS = (
+    ChartSpec(
+        "weight/cap",
+        "Weight cap",
+        "The largest weight a token may carry; a falling cap means that the batch is trusted less.",
+        scale="auto",
+    ),
+    ChartSpec(
+        "kl/behaviour",
+        "KL to the behaviour policy",
+        "How far the trained policy has moved from the one that wrote the data; near 0 means on "
+        "policy.",
+    ),
+    ChartSpec(
+        "entropy",
+        "Entropy",
+        "Spread of the next-token distribution; a fall to 0 means that exploration has ended.",
+        scale="zero",
+    ),
+    ChartSpec(
+        "gradient/norm",
+        "Gradient norm",
+        "Length of the gradient before clipping, not smoothed; isolated spikes point at single bad "
+        "batches.",
+        scale="auto",
+        smoothed=False,
+    ),
+    ChartSpec(
+        "response/length_mean",
+        "Response length",
+        "Tokens per response: the strong line is the mean, the faint one the longest of the step.",
+        scale="zero",
+        ghost="response/length_max",
+    ),
+    ChartSpec(
+        "response/truncated_fraction",
+        "Truncated responses",
+        "Share of responses that were cut off at the length limit before they ended.",
+        scale="zero",
+    ),
+    ChartSpec(
+        "ratio/clipped_fraction",
+        "Clipped tokens",
+        "Share of tokens whose ratio left the clip range and so gave no gradient.",
+        scale="zero",
+    ),
+    ChartSpec(
+        "ratio/capped_fraction",
+        "Capped tokens",
+        "Share of tokens whose weight was cut down to the cap.",
+        scale="zero",
+    ),
+    ChartSpec(
+        "reward/equal_groups_fraction",
+        "Groups without a signal",
+        "Share of prompts whose responses all earned the same reward and so teach nothing.",
+        scale="zero",
+    ),
+    ChartSpec(
+        "time/tokens_per_second",
+        "Tokens per second",
+        "Tokens of a step over its whole duration, generation and training together.",
+        scale="zero",
+    ),
+)
+
+RATIO_TITLE = "Ratio quantiles"
+RATIO_READING = (
+    "Ratio of trained to behaviour probability per token, log axis shared by all runs: line = "
+    "median, dark band = p10 to p90, light band = p01 to p99; a band that hugs the dashed 1 is on "
+    "policy."
+)
+
+
+def charts_section(runs: Sequence[Run]) -> str:
+    """Return the section with every chart that at least one run has data for."""
+    x_steps = [float(row["step"]) for run in runs for row in run.rows]
+    absent: list[str] = []
+
+    def drawn(specs: Sequence[ChartSpec], frame: Frame) -> str:
+        figures: list[str] = []
+        for spec in specs:
+            curves = curves_of(spec, runs)
+            if curves:
+                figures.append(_figure(spec, curves, step_axis(x_steps), frame))
+            else:
+                absent.append(spec.title)
+        return "\n".join(figures)
+
+    lead, panels = drawn(LEADING, LEAD), _ratio_figure(runs, step_axis(x_steps, parts=4), absent)
+    others = drawn(OTHERS, SMALL)
+    missing = (
+        f'<p class="hint">Not recorded by any of these runs: {escape(", ".join(absent))}.</p>'
+        if absent
+        else ""
+    )
+    return (
+        f'<section id="charts"><h2>Charts</h2>\n<p class="hint">{HINT}</p>'
+        f'<div class="charts lead">{lead}</div>\n{panels}\n'
+        f'<div class="charts">{others}</div>{missing}</section>'
+    )
+
+
+def curves_of(spec: ChartSpec, runs: Sequence[Run]) -> list[Curve]:
+    """Return a curve for every run that recorded at least one finite value of the metric."""
+    curves: list[Curve] = []
+    for index, run in enumerate(runs):
+        steps, values = run.series(spec.key)
+        if not any(map(math.isfinite, values)):
+            continue
+        ghost = run.series(spec.ghost or spec.key) if spec.smoothed else ([], [])
+        line = smooth(values) if spec.smoothed else values
+        curves.append(Curve(index, run.name, steps, line, *ghost))
+    return curves
+
+
+def value_axis(spec: ChartSpec, curves: Sequence[Curve]) -> Axis:
+    """Return the vertical axis that holds every line of a chart."""
+    values = [value for curve in curves for value in (*curve.values, *curve.ghost)]
+    finite = [value for value in values if math.isfinite(value)]
+    wide = bool(finite) and min(finite) > 0 and max(finite) / min(finite) > _AUTO_LOG
+    if spec.scale == "log" or (spec.scale == "auto" and wide):
+        return log_axis(finite)
+    return linear_axis(finite, zero=spec.scale == "zero")
+
+
+def bands_of(runs: Sequence[Run]) -> list[Band]:
+    """Return the ratio quantiles of every run that recorded all five of them."""
+    bands: list[Band] = []
+    for index, run in enumerate(runs):
+        tables = [dict(zip(*run.series(key), strict=True)) for key in QUANTILES]
+        steps = [step for step in tables[0] if all(step in table for table in tables)]
+        quantiles = [[table[step] for step in steps] for table in tables]
+        if any(all(map(math.isfinite, row)) for row in zip(*quantiles, strict=True)):
+            bands.append(Band(index, run.name, steps, quantiles))
+    return bands
+
+
+def _figure(spec: ChartSpec, curves: Sequence[Curve], x: Axis, frame: Frame) -> str:
+    y = value_axis(spec, curves)
+    scale = " <small>log axis</small>" if y.log else ""
+    entries = [(curve.run, curve.label) for curve in curves]
+    names = legend(entries, fold=frame is not LEAD)
+    crowd = " crowd" if len(curves) > COLOURS else ""
+    hover = ' data-hover="moving average"' if spec.smoothed else ""
+    return (
+        f'<figure class="card{crowd}" data-metric="{spec.key}"{hover}><figcaption>'
+        f"<h3>{spec.title}{scale}</h3>"
+        f"<p>{escape(spec.reading)}</p></figcaption>"
+        f"{line_chart(curves, x, y, frame, spec.title)}{names}</figure>"
+    )
+
+
+def _ratio_figure(runs: Sequence[Run], x: Axis, absent: list[str]) -> str:
+    bands = bands_of(runs)
+    if not bands:
+        absent.append(RATIO_TITLE)
+        return ""
+    # One is always in view: it is the level that every ratio is read against.
+    values = [1.0, *(value for band in bands for curve in band.quantiles for value in curve)]
+    y = log_axis(values, floor=RATIO_LIMIT, ceiling=1 / RATIO_LIMIT)
+    panels = "\n".join(
+        f'<div class="panel" data-run="{band.run}">{legend([(band.run, band.label)])}'
+        f"{band_chart(band, x, y, PANEL, f'{RATIO_TITLE} of {band.label}')}</div>"
+        for band in bands
+    )
+    return (
+        '<figure class="card panels" data-metric="ratio"><figcaption>'
+        f"<h3>{RATIO_TITLE} <small>log axis</small></h3><p>{escape(RATIO_READING)}</p>"
+        f'</figcaption><div class="multiples">{panels}</div></figure>'
+    )

@@ -1,0 +1,211 @@
+"""What the report reads from a run folder: metrics, sampled completions, configuration."""
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trustbatch.errors import ConfigError
+
+SAMPLES_PER_FILE = 5
+_LARGEST_DRAWN = 1e300  # beyond it, the difference of two values overflows
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    """A few rows of one file of sampled completions."""
+
+    name: str
+    rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, read."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    config: dict[str, Any]
+    config_text: str
+    environment: dict[str, Any]
+    samples: list[SampleFile]
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def steps_done(self) -> int:
+        """Number of steps taken, also where a damaged line lost one of them."""
+        if not self.rows:
+            return 0
+        first, last = int(self.rows[0]["step"]), int(self.rows[-1]["step"])
+        return last + 1 if first == 0 else last
+
+    @property
+    def steps_planned(self) -> int | None:
+        """Number of steps that the configuration asks for."""
+        planned = self.option("training", "steps")
+        return planned if isinstance(planned, int) else None
+
+    def option(self, table: str, key: str) -> Any:
+        """Return a value of the configuration, or None."""
+        values = self.config.get(table)
+        return values.get(key) if isinstance(values, dict) else None
+
+    def series(self, key: str) -> tuple[list[float], list[float]]:
+        """Return the steps and values of a metric.
+
+        A step that does not record the metric is left out; one that records null, NaN or an
+        infinity holds NaN, which a chart shows as a gap.
+        """
+        pairs = [
+            (float(row["step"]), number(value))
+            for row in self.rows
+            if (value := _metric(row, key)) is not _MISSING
+        ]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def number(value: object) -> float:
+    """Return a finite float, or NaN for anything that cannot be drawn."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    if not -_LARGEST_DRAWN <= value <= _LARGEST_DRAWN:
+        return math.nan
+    return float(value)
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read every run folder once, under names that tell the runs apart."""
+    resolved = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
+    if not resolved:
+        raise ConfigError("No run folder was given: name at least one folder under runs/.")
+    return [
+        read_run(folder, name)
+        for folder, name in zip(resolved, distinct_names(resolved), strict=True)
+    ]
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Return each folder's name, preceded by as many parents as make it the only one."""
+    names: list[str] = []
+    for folder in folders:
+        others = [other for other in folders if other != folder]
+        depth = 1
+        while depth < len(folder.parts) and any(
+            other.parts[-depth:] == folder.parts[-depth:] for other in others
+        ):
+            depth += 1
+        names.append("/".join(folder.parts[-depth:]))
+    return names
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Read one run folder; only its metrics are indispensable."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"The run folder {folder} does not exist: check the path, or start the run first."
+        )
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        raise ConfigError(
+            f"The folder {folder} has no metrics.jsonl: name a folder that a training run wrote."
+        )
+    problems: list[str] = []
+    config, config_text = _read_config(folder / "config.toml", problems)
+    return Run(
+        name=name,
+        rows=_read_metrics(metrics, problems),
+        config=config,
+        config_text=config_text,
+        environment=_read_environment(folder / "environment.json", problems),
+        samples=_read_samples(folder / "rollouts"),
+        problems=problems,
+    )
+
+
+def _metric(row: Mapping[str, Any], key: str) -> Any:
+    if key == "one_minus_ess" and key not in row and "ess" in row:
+        return 1.0 - number(row["ess"])
+    return row.get(key, _MISSING)
+
+
+def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Return one row a step; a resumed run's later account of a step replaces the earlier."""
+    lines = _lines(path)
+    by_step: dict[float, dict[str, Any]] = {}
+    damaged = 0
+    for index, line in enumerate(lines):
+        row = _parse_object(line)
+        if row is not None and math.isfinite(step := number(row.get("step"))):
+            by_step[step] = row
+        elif index < len(lines) - 1:
+            # The last line is cut short whenever a run is killed, which is no damage to report.
+            damaged += 1
+    if damaged:
+        problems.append(f"{damaged} unreadable line{'s' * (damaged > 1)} in metrics.jsonl")
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _read_config(path: Path, problems: list[str]) -> tuple[dict[str, Any], str]:
+    if not path.is_file():
+        problems.append("no config.toml")
+        return {}, ""
+    text = _text(path)
+    try:
+        return tomllib.loads(text), text
+    except tomllib.TOMLDecodeError:
+        problems.append("unreadable config.toml")
+        return {}, text
+
+
+def _read_environment(path: Path, problems: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        problems.append("no environment.json")
+        return {}
+    found = _parse_object(_text(path))
+    if found is None:
+        problems.append("unreadable environment.json")
+    return found or {}
+
+
+def _read_samples(folder: Path) -> list[SampleFile]:
+    """Return rows of the first, the middle and the last file of completions."""
+    files = sorted(folder.glob("step-*.jsonl"), key=lambda path: (len(path.name), path.name))
+    if not files:
+        return []
+    chosen = dict.fromkeys((files[0], files[len(files) // 2], files[-1]))
+    return [SampleFile(path.name, _spread(_read_rows(path))) for path in chosen]
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    parsed = (_parse_object(line) for line in _lines(path))
+    return [row for row in parsed if row is not None]
+
+
+def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Pick rows evenly: neighbours answer the same prompt, so the first few show only one."""
+    if len(rows) <= SAMPLES_PER_FILE:
+        return rows
+    last = len(rows) - 1
+    return [rows[last * place // (SAMPLES_PER_FILE - 1)] for place in range(SAMPLES_PER_FILE)]
+
+
+def _parse_object(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _text(path: Path) -> str:
+    # A killed run may have cut a character in two.
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _lines(path: Path) -> list[str]:
+    # Not splitlines(): a completion may hold U+2028, which JSON does not escape.
+    return [line for line in _text(path).split("\n") if line.strip()]

@@ -1,0 +1,154 @@
+"""The run folder: configuration, environment, metrics, samples of completions, checkpoints."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from trustbatch.config import Config
+from trustbatch.errors import ConfigError
+from trustbatch.rollout.records import readable_record
+from trustbatch.types import RolloutGroup
+
+
+class RunFolder:
+    """Everything that a run leaves behind, in `runs/NAME/`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.path = config.run.path
+        self.checkpoints = self.path / "checkpoints"
+        self._refuse_other_config()
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def start(self, step: int) -> None:
+        """Begin or continue after `step`: forget what a killed run wrote beyond it."""
+        (self.path / "config.toml").write_text(self.config.to_toml(), encoding="utf-8")
+        environment = json.dumps(describe_environment(), indent=2)
+        (self.path / "environment.json").write_text(environment + "\n", encoding="utf-8")
+        (self.path / "rollouts").mkdir(exist_ok=True)
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        partial = self.path / ".metrics.jsonl"
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        partial.replace(self._metrics_file)
+        self._metrics = self._metrics_file.open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(self.path / "tensorboard", purge_step=step + 1)
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line to metrics.jsonl and the same numbers to TensorBoard."""
+        self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._metrics.flush()
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, step)
+
+    def write_rollouts(
+        self, step: int, groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Tensor
+    ) -> None:
+        """Write the first completions of a batch: whole groups first, so they can be compared."""
+        rows = [
+            readable_record(
+                group,
+                sample,
+                step=step,
+                reward=float(rewards[number, sample]),
+                advantage=float(advantages[number, sample]),
+            )
+            for number, group in enumerate(groups)
+            for sample in range(len(group.completions))
+        ]
+        lines = [json.dumps(row) + "\n" for row in rows[: self.config.run.rollouts_logged]]
+        (self.path / "rollouts" / f"step-{step:06d}.jsonl").write_text(
+            "".join(lines), encoding="utf-8"
+        )
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        self._metrics.close()
+        self._tensorboard.close()
+
+    @property
+    def _metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def _refuse_other_config(self) -> None:
+        file = self.path / "config.toml"
+        if not file.is_file():
+            return
+        before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
+        now = _flatten(tomllib.loads(self.config.to_toml()))
+        changed = sorted(
+            key
+            for key in before.keys() | now.keys()
+            if before.get(key) != now.get(key) and not key.startswith("run.")
+        )
+        if changed:
+            key = changed[0]
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise ConfigError(
+                f"{self.path} holds a run with another configuration ({key} was "
+                f"{before.get(key, 'not set')}, now {now.get(key, 'not set')}{more}): choose "
+                "another run.name, or delete that folder."
+            )
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl; a last line cut short by a kill is left out."""
+    file = folder / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    complete, _, _ = file.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return versions, commit and hardware."""
+    packages = ("trustbatch", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "packages": {name: package_version(name) for name in packages},
+        "commit": _commit(),
+        "platform": platform.platform(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "command": sys.argv[1:],
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of the source tree this package runs from, where it is one."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,149 @@
+"""The policy: a causal language model with its tokenizer, on one device."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from trustbatch.errors import ConfigError
+from trustbatch.types import Prompt
+
+_AUTO_MODEL: Any = AutoModelForCausalLM  # its published types do not fit its own arguments
+
+
+class Policy:
+    """A decoder-only Hugging Face model; parameters are float32, products in `precision`.
+
+    Dropout is off in training too: log-probs then do not depend on who computes them.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, *, name: str, precision: str
+    ) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.name = name
+        self.precision = precision
+        self.stop_token_ids = _stop_token_ids(model, tokenizer, name)
+        # padding is neither attended to nor trained on, so any token will do
+        pad = tokenizer.pad_token_id
+        self.pad_token_id = pad if isinstance(pad, int) else self.stop_token_ids[0]
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        device: str = "auto",
+        precision: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> "Policy":
+        """Load a checkpoint from a local folder, or from the hub by name."""
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if precision == "auto":
+            precision = "bfloat16" if device.startswith("cuda") else "float32"
+        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+            raise ConfigError(
+                f"model.name = {name!r} is a folder without config.json: give the folder of a "
+                "Hugging Face checkpoint."
+            )
+        try:
+            model = _AUTO_MODEL.from_pretrained(
+                name, dtype=torch.float32, trust_remote_code=trust_remote_code, use_safetensors=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.name = {name!r} could not be loaded: give a local folder with a Hugging "
+                f"Face checkpoint in safetensors, or a model name on the hub ({_first(error)})."
+            ) from error
+        return cls(model.to(device), tokenizer, name=name, precision=precision)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.model.parameters()).device
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence that the model was made for."""
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 2**31)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context in which matrix products run in the policy's precision."""
+        if self.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.precision))
+
+    def logits(self, input_ids: Tensor, *, num_last: int) -> Tensor:
+        """Return float32 logits [B, num_last, V] of the last positions of right-padded rows.
+
+        No attention mask is needed: under causal attention a token never sees what comes after it,
+        and padding comes last.
+        """
+        with self.autocast():
+            output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=num_last)
+        return output.logits.float()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters by name, as an engine loads them."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def freeze(self) -> "Policy":
+        """Make this a policy that is never trained."""
+        self.model.requires_grad_(False)
+        return self
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Tokenise a prompt, through the chat template where the tokenizer has one."""
+        if self.tokenizer.chat_template:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt.text}],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+            # the template has already written the special tokens
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))  # type: ignore[arg-type]
+        return tuple(self.tokenizer.encode(prompt.text))
+
+    def decode(self, token_ids: list[list[int]]) -> list[str]:
+        """Turn completions into text, without special tokens."""
+        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+
+
+def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int, Any]:
+    """Return the number of parameters and the model's config without loading any weight."""
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.name = {name!r} could not be found: give a local folder with a Hugging Face "
+            f"checkpoint, or a model name on the hub ({_first(error)})."
+        ) from error
+    with torch.device("meta"):
+        model = _AUTO_MODEL.from_config(config, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters()), config
+
+
+def _stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[int, ...]:
+    generation_config = getattr(model, "generation_config", None)
+    configured = getattr(generation_config, "eos_token_id", None)
+    ids = list(configured) if isinstance(configured, list | tuple) else [configured]
+    found = dict.fromkeys(int(i) for i in [tokenizer.eos_token_id, *ids] if i is not None)
+    if not found:
+        raise ConfigError(
+            f"The tokenizer of {name!r} has no end-of-sequence token, so a completion could never "
+            "stop: set eos_token in its tokenizer_config.json."
+        )
+    return tuple(found)
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")

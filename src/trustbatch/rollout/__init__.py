@@ -1,0 +1,1 @@
+"""Generation: from prompts to completions, with the true probability of every token."""

@@ -1,0 +1,25 @@
+"""What the rest of the package needs of a rollout engine."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from trustbatch.types import Completion, GenerationRequest
+
+
+class RolloutEngine(Protocol):
+    """Draws completions, and says from which version of the policy it drew them."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next completions are drawn from."""
+        ...
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Return all samples of all requests: in the order of the requests, then of the samples."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over the policy's parameters as the given version."""
+        ...

@@ -1,0 +1,75 @@
+"""Rollouts as JSON records: a lossless form for checkpoints, and a readable one for people."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trustbatch.types import Completion, FinishReason, Prompt, Provenance, RolloutGroup
+
+
+def group_to_record(group: RolloutGroup) -> dict[str, Any]:
+    """Return plain values from which the group can be restored bit for bit.
+
+    A float32 written as a decimal double and read back is the same float32.
+    """
+    return {
+        "prompt": asdict(group.prompt),
+        "prompt_token_ids": list(group.prompt_token_ids),
+        "completions": [_completion_to_record(completion) for completion in group.completions],
+    }
+
+
+def group_from_record(record: dict[str, Any]) -> RolloutGroup:
+    """Restore what `group_to_record` wrote."""
+    return RolloutGroup(
+        prompt=Prompt(**record["prompt"]),
+        prompt_token_ids=tuple(record["prompt_token_ids"]),
+        completions=tuple(_completion_from_record(item) for item in record["completions"]),
+    )
+
+
+def readable_record(
+    group: RolloutGroup, sample: int, *, step: int, reward: float, advantage: float
+) -> dict[str, Any]:
+    """Return one completion with its reward and provenance, for rollouts/*.jsonl and reports."""
+    completion = group.completions[sample]
+    return {
+        "step": step,
+        "prompt_id": group.prompt.id,
+        "sample": sample,
+        "prompt": group.prompt.text,
+        "completion": completion.text,
+        "answer": group.prompt.answer,
+        "reward": reward,
+        "advantage": advantage,
+        "finish_reason": str(completion.finish_reason),
+        "tokens": len(completion.token_ids),
+        "mean_behaviour_logp": float(completion.behaviour_logp.mean()),
+        **asdict(completion.provenance),
+    }
+
+
+def _completion_to_record(completion: Completion) -> dict[str, Any]:
+    record = {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name in Completion.__slots__
+        if name != "provenance" and (value := getattr(completion, name)) is not None
+    }
+    return record | {"provenance": asdict(completion.provenance)}
+
+
+def _completion_from_record(record: dict[str, Any]) -> Completion:
+    top_ids, top_logp = record.get("top_token_ids"), record.get("behaviour_top_logp")
+    return Completion(
+        prompt_id=record["prompt_id"],
+        sample=record["sample"],
+        token_ids=torch.tensor(record["token_ids"], dtype=torch.int64),
+        behaviour_logp=torch.tensor(record["behaviour_logp"], dtype=torch.float32),
+        top_token_ids=None if top_ids is None else torch.tensor(top_ids, dtype=torch.int64),
+        behaviour_top_logp=None if top_logp is None else torch.tensor(top_logp),
+        finish_reason=FinishReason(record["finish_reason"]),
+        provenance=Provenance(**record["provenance"]),
+        text=record["text"],
+    )

@@ -1,0 +1,101 @@
+"""From logits to a token: which distribution it is drawn from, and the number that draws it.
+
+The random number is a pure function of (run seed, policy version, prompt id, sample index,
+position), so a sample does not depend on what else is in the batch, on how many engines there are,
+or on whether the run was interrupted.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trustbatch.types import SamplingParams
+
+_GOLDEN, _MIX_1, _MIX_2 = (
+    constant - 2**64  # as two's complement: torch has no unsigned 64-bit multiplication
+    for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token for each row of a batch, with what is recorded about it."""
+
+    token_ids: Tensor
+    """[B]"""
+    logp: Tensor
+    """[B] float32"""
+    top_token_ids: Tensor | None
+    """[B, K]"""
+    top_logp: Tensor | None
+    """[B, K] float32"""
+
+
+def sample_key(seed: int, version: int, prompt_id: str, sample: int) -> int:
+    """Return the signed 64-bit key of one sample's stream of random numbers."""
+    text = f"{seed}|{version}|{sample}|{prompt_id}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def uniforms(keys: Tensor, position: int) -> Tensor:
+    """Return the position-th number of each stream, [B] float64 in [0, 1): SplitMix64."""
+    offset = ((position + 1) * _GOLDEN + 2**63) % 2**64 - 2**63
+    z = keys + offset
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    z = z ^ _shift_right(z, 31)
+    # 52 bits: u * total then stays below total in float64, and the inverse CDF inside its range
+    return _shift_right(z, 12).double() * 2.0**-52
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    # int64 shifts copy the sign bit: mask it away
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sampling_logprobs(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return log-probs [B, V] in float32 of the distribution tokens are drawn from.
+
+    Temperature first, then top-k, then top-p on what is left; excluded tokens have -inf, and the
+    rest is renormalised.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        best = logits.argmax(-1, keepdim=True)
+        return torch.full_like(logits, -torch.inf).scatter(-1, best, 0.0)
+    logp = torch.log_softmax(logits / sampling.temperature, dim=-1)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kept, index = logp.topk(sampling.top_k, dim=-1)
+        logp = torch.full_like(logp, -torch.inf).scatter(-1, index, kept)
+        logp = torch.log_softmax(logp, dim=-1)
+    if sampling.top_p < 1.0:
+        ordered, index = logp.sort(dim=-1, descending=True, stable=True)
+        probability = ordered.exp()
+        mass_before = probability.cumsum(-1) - probability
+        ordered = ordered.masked_fill(mass_before >= sampling.top_p, -torch.inf)
+        logp = torch.full_like(logp, -torch.inf).scatter(-1, index, ordered)
+        logp = torch.log_softmax(logp, dim=-1)
+    return logp
+
+
+def draw(logits: Tensor, keys: Tensor, position: int, sampling: SamplingParams) -> Draw:
+    """Draw one token for each row of logits [B, V] by inverting its cumulative distribution."""
+    logp = sampling_logprobs(logits, sampling)
+    cumulative = logp.double().exp().cumsum(-1)
+    target = uniforms(keys, position)[:, None] * cumulative[:, -1:]
+    # right=True finds the first entry above the target: tokens of probability 0 are never chosen
+    token_ids = torch.searchsorted(cumulative, target, right=True)
+    if sampling.logprob_mode == "raw":
+        logp = torch.log_softmax(logits.float(), dim=-1)
+    top_logp, top_token_ids = None, None
+    if sampling.top_logprobs:
+        top_logp, top_token_ids = logp.topk(min(sampling.top_logprobs, logp.shape[-1]), dim=-1)
+    return Draw(
+        token_ids=token_ids.squeeze(-1),
+        logp=logp.gather(-1, token_ids).squeeze(-1),
+        top_token_ids=top_token_ids,
+        top_logp=top_logp,
+    )

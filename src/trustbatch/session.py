@@ -1,0 +1,106 @@
+"""What a training run consists of, built from its configuration or restored from a checkpoint."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from trustbatch.config import Config
+from trustbatch.errors import ConfigError
+from trustbatch.observe.run_folder import RunFolder
+from trustbatch.policy import Policy
+from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.tasks import Task, build_task
+from trustbatch.training.checkpoint import list_checkpoints, restore
+from trustbatch.training.trainer import Trainer
+from trustbatch.types import RolloutGroup, SamplingParams
+
+
+@dataclass(kw_only=True)
+class Session:
+    """The parts of a run, and how far it is."""
+
+    config: Config
+    task: Task
+    policy: Policy
+    engine: RolloutEngine
+    trainer: Trainer
+    run: RunFolder
+    step: int
+    """steps trained so far, which is also the policy's version"""
+    pending: deque[list[RolloutGroup]]
+    """batches drawn but not yet trained on, oldest first"""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How this run draws tokens."""
+        rollout = self.config.rollout
+        return SamplingParams(
+            max_tokens=rollout.max_tokens,
+            stop_token_ids=self.policy.stop_token_ids,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            top_logprobs=rollout.top_logprobs,
+            logprob_mode=rollout.logprob_mode,
+        )
+
+
+def open_session(config: Config, task: Task | None = None) -> Session:
+    """Start a run, or continue it if its folder has a checkpoint of the same configuration."""
+    if task is None:
+        task = configured_task(config)
+    run = RunFolder(config)
+    checkpoints = list_checkpoints(run.checkpoints)
+    policy = _load_policy(config, str(checkpoints[-1]) if checkpoints else config.model.name)
+    policy.name = config.model.name
+    trainer = Trainer(
+        policy,
+        config.build_objective(),
+        config.training,
+        policy_temperature=config.policy_temperature,
+        seed=config.seed,
+        reference=_load_reference(config),
+    )
+    step, pending = 0, deque[list[RolloutGroup]]()
+    if checkpoints:
+        resumed = restore(checkpoints[-1], trainer)
+        step, pending = resumed.step, deque(resumed.pending)
+    engine = NativeEngine(
+        policy, seed=config.seed, version=step, max_sequences=config.rollout.max_sequences
+    )
+    run.start(step)
+    return Session(
+        config=config,
+        task=task,
+        policy=policy,
+        engine=engine,
+        trainer=trainer,
+        run=run,
+        step=step,
+        pending=pending,
+    )
+
+
+def configured_task(config: Config) -> Task:
+    """Build the task that [task] describes."""
+    try:
+        return build_task(config.task.name, seed=config.seed, **config.task.options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _load_policy(config: Config, name: str) -> Policy:
+    return Policy.load(
+        name,
+        device=config.model.device,
+        precision=config.model.precision,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _load_reference(config: Config) -> Policy | None:
+    """Load the frozen reference where the objective asks for one."""
+    if not config.build_objective().reference_kl_coef:
+        return None
+    name = config.training.reference_model or config.model.name
+    return _load_policy(config, name).freeze()

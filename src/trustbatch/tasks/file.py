@@ -1,0 +1,131 @@
+r"""Problems from a JSONL or Parquet file with `problem` and `answer` fields.
+
+A row such as {"id": "aime24-1", "problem": "Find ...", "answer": "204"} becomes a prompt through
+`template`; the answer is looked for in the last \boxed{...} of the completion, else in its last
+number, else in the whole of it.
+"""
+
+import gzip
+import importlib.util
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trustbatch.types import Prompt
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileTask:
+    """Rows of a file, shuffled anew in each epoch by the seed."""
+
+    path: str
+    seed: int = 0
+    template: str = "{problem}"
+    problem_field: str = "problem"
+    answer_field: str = "answer"
+    shuffle: bool = True
+    name: str = "file"
+    rows: list[Prompt] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if "{problem}" not in self.template:
+            raise ValueError("task.template must contain {problem}, where the problem goes.")
+        rows = [self._to_prompt(number, row) for number, row in enumerate(read_rows(self.path))]
+        if not rows:
+            raise ValueError(f"task.path = {self.path!r} has no rows: give a file with problems.")
+        object.__setattr__(self, "rows", rows)
+
+    def prompt(self, index: int) -> Prompt:
+        """Return the index-th prompt of the endless stream; each epoch has its own order."""
+        epoch, position = divmod(index, len(self.rows))
+        row = self.rows[_epoch_order(self.seed, epoch, len(self.rows), self.shuffle)[position]]
+        return Prompt(id=f"{row.id}#{epoch}", text=row.text, answer=row.answer)
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        """1 if the final answer equals the row's, as a number or as text; otherwise 0."""
+        return float(_normal_form(final_answer(completion)) == _normal_form(prompt.answer))
+
+    def _to_prompt(self, number: int, row: dict[str, Any]) -> Prompt:
+        for key in (self.problem_field, self.answer_field):
+            if key not in row:
+                raise ValueError(
+                    f"Row {number + 1} of {self.path!r} has no field {key!r}: it has "
+                    f"{', '.join(row)}; set task.problem_field or task.answer_field."
+                )
+        return Prompt(
+            id=str(row.get("id", number)),
+            text=self.template.replace("{problem}", str(row[self.problem_field])),
+            answer=str(row[self.answer_field]),
+        )
+
+
+def read_rows(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a .jsonl, .jsonl.gz or .parquet file."""
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"task.path = {path!r} is not a file: check the path.")
+    if file.suffix == ".parquet":
+        yield from _read_parquet(file)
+    elif file.name.endswith((".jsonl", ".jsonl.gz")):
+        opener = gzip.open if file.suffix == ".gz" else open
+        with opener(file, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parse_line(line, number, path)
+    else:
+        raise ValueError(f"task.path = {path!r} must end in .jsonl, .jsonl.gz or .parquet.")
+
+
+def _parse_line(line: str, number: int, path: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"Line {number} of {path!r} is not JSON: {error.msg}.") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"Line {number} of {path!r} must be a JSON object with named fields.")
+    return row
+
+
+def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError("Parquet files need pyarrow: pip install 'trustbatch[parquet]'.")
+    import pyarrow.parquet
+
+    yield from pyarrow.parquet.read_table(file).to_pylist()
+
+
+def final_answer(completion: str) -> str:
+    r"""Return the content of the last \boxed{...}, else the last number, else the whole text."""
+    start = completion.rfind("\\boxed{")
+    if start >= 0:
+        depth, begin = 1, start + len("\\boxed{")
+        for end in range(begin, len(completion)):
+            depth += {"{": 1, "}": -1}.get(completion[end], 0)
+            if depth == 0:
+                return completion[begin:end]
+    numbers = NUMBER.findall(completion)
+    return numbers[-1] if numbers else completion
+
+
+def _normal_form(answer: str) -> Fraction | str:
+    text = answer.strip().strip("$").replace(",", "").replace(" ", "").rstrip(".")
+    if re.fullmatch(r"-?\d+(?:\.\d+)?(?:/\d+)?", text) and not re.search(r"/0+$", text):
+        numerator, _, denominator = text.partition("/")
+        return Fraction(numerator) / Fraction(denominator or 1)
+    return text
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> list[int]:
+    order = list(range(num_rows))
+    if shuffle:
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order

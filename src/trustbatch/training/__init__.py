@@ -1,0 +1,1 @@
+"""The policy update: log-probs, optimiser step, checkpoints."""

@@ -1,0 +1,63 @@
+"""Log-probs of response tokens under a policy."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from trustbatch.batching.micro_batches import MicroBatch
+from trustbatch.policy import Policy
+
+
+class EntropyUse(Enum):
+    """What the entropy of the policy is wanted for."""
+
+    NONE = 0
+    REPORTED = 1
+    LEARNED = 2
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """What one forward pass says about the T response tokens of a micro-batch."""
+
+    logp: Tensor
+    """[T] float32"""
+    top_logp: Tensor | None
+    """[T, K] float32, of the engine's most likely tokens"""
+    entropy: Tensor | None
+    """[T] float32"""
+
+
+def token_logprobs(
+    policy: Policy,
+    batch: MicroBatch,
+    *,
+    temperature: float,
+    with_top: bool = False,
+    entropy: EntropyUse = EntropyUse.NONE,
+) -> TokenLogprobs:
+    """Evaluate softmax(logits / temperature) at the sampled tokens, and at the recorded top K."""
+    width = batch.input_ids.shape[1]
+    first = int(batch.column.min()) if len(batch.column) else width - 1
+    logits = policy.logits(batch.input_ids, num_last=width - first)
+    logits = logits[batch.row, batch.column - first] / temperature  # [T, V]
+    normaliser = logits.logsumexp(-1)
+    top_logp = None
+    if with_top:
+        assert batch.top_token_ids is not None, "the engine recorded no most likely tokens"
+        top_logp = logits.gather(-1, batch.top_token_ids) - normaliser[:, None]
+    return TokenLogprobs(
+        logp=logits.gather(-1, batch.target[:, None]).squeeze(-1) - normaliser,
+        top_logp=top_logp,
+        entropy=_entropy(logits, normaliser, entropy),
+    )
+
+
+def _entropy(logits: Tensor, normaliser: Tensor, use: EntropyUse) -> Tensor | None:
+    if use is EntropyUse.NONE:
+        return None
+    with torch.set_grad_enabled(use is EntropyUse.LEARNED and torch.is_grad_enabled()):
+        probability = torch.exp(logits - normaliser[:, None])
+        return normaliser - (probability * logits).sum(-1)

@@ -1,0 +1,189 @@
+"""The update: from train sequences to a better policy."""
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trustbatch.batching.micro_batches import MicroBatch, micro_batches
+from trustbatch.batching.samples import mini_batches
+from trustbatch.config import TrainingConfig
+from trustbatch.errors import DivergedError
+from trustbatch.objectives import Objective, TokenBatch, Totals
+from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_steps, merge_metrics
+from trustbatch.policy import Policy
+from trustbatch.training.logprobs import EntropyUse, TokenLogprobs, token_logprobs
+from trustbatch.training.optimiser import build_adamw, learning_rate_factor
+from trustbatch.types import TrainSequence
+
+MAX_CONSECUTIVE_SKIPS = 5
+
+
+@dataclass(frozen=True)
+class _Anchored:
+    """A micro-batch on the device, with the log-probs that stay fixed during a pass."""
+
+    batch: MicroBatch
+    proximal: TokenLogprobs | None
+    reference_logp: Tensor | None
+
+
+class Trainer:
+    """Takes `passes` over each batch of rollouts, in `mini_batches` optimiser steps a pass."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        config: TrainingConfig,
+        *,
+        policy_temperature: float,
+        seed: int,
+        reference: Policy | None = None,
+    ) -> None:
+        self.policy = policy
+        self.objective = objective
+        self.config = config
+        self.policy_temperature = policy_temperature
+        self.seed = seed
+        self.reference = reference
+        self.optimiser = build_adamw(
+            policy.model.parameters(), betas=config.betas, weight_decay=config.weight_decay
+        )
+        self.num_optimiser_steps = 0
+        self.num_consecutive_skips = 0
+
+    def train(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """Update the policy on one batch of rollouts; returns the metrics of all its steps."""
+        steps: list[Metrics] = []
+        for pass_number in range(self.config.passes):
+            seed = f"{self.seed}:{self.num_optimiser_steps}:{pass_number}"
+            parts = [
+                micro_batches(
+                    part,
+                    max_tokens=self.config.micro_batch_tokens,
+                    pad_token_id=self.policy.pad_token_id,
+                )
+                for part in mini_batches(sequences, self.config.mini_batches, seed=seed)
+            ]
+            # the proximal policy is the one at the start of the pass: all anchors come first
+            anchored = [[self._anchor(batch, len(parts)) for batch in part] for part in parts]
+            steps += [self._optimiser_step(part) for part in anchored]
+        return average_over_steps(steps)
+
+    def _optimiser_step(self, parts: Sequence[_Anchored]) -> Metrics:
+        """Accumulate the gradient of all micro-batches, then step once, or not at all."""
+        learning_rate = self._set_learning_rate()
+        self.optimiser.zero_grad(set_to_none=True)
+        # with one micro-batch its own forward pass supplies the totals
+        totals = self._totals(parts) if len(parts) > 1 else None
+        outputs = []
+        for part in parts:
+            tokens = self._tokens(part)
+            totals = totals or self.objective.totals(tokens)
+            output = self.objective(tokens, totals)
+            output.loss.backward()
+            outputs.append(output)
+        assert totals is not None
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.policy.model.parameters(), self.config.gradient_clip
+        )
+        loss = torch.stack([output.loss.detach() for output in outputs]).sum()
+        usable = bool((totals.num_tokens > 0) & torch.isfinite(norm) & torch.isfinite(loss))
+        if usable:
+            self.optimiser.step()
+        self._count_skips(usable)
+        self.num_optimiser_steps += 1
+        metrics = merge_metrics(output.metrics for output in outputs)
+        metrics["gradient/norm"] = Mean.of(norm)
+        metrics["learning_rate"] = Mean.of(torch.tensor(learning_rate, dtype=torch.float64))
+        metrics["steps/skipped"] = Count(torch.tensor(float(not usable)))
+        return metrics
+
+    def _totals(self, parts: Sequence[_Anchored]) -> Totals:
+        """Totals of the step: from a pre-pass without gradient, or from the data where possible."""
+        totals: list[Totals] = []
+        for part in parts:
+            logp = part.batch.behaviour_logp
+            if self.objective.totals_need_policy:
+                with torch.no_grad():
+                    logp = token_logprobs(
+                        self.policy, part.batch, temperature=self.policy_temperature
+                    ).logp
+            totals.append(self.objective.totals(self._pack(part, logp)))
+        return functools.reduce(operator.add, totals)
+
+    def _tokens(self, part: _Anchored) -> TokenBatch:
+        """Run the policy with gradient, and lay its tokens beside what is known of them."""
+        current = token_logprobs(
+            self.policy,
+            part.batch,
+            temperature=self.policy_temperature,
+            with_top=self.objective.needs_top_logp,
+            entropy=EntropyUse.LEARNED if self.objective.entropy_coef else EntropyUse.REPORTED,
+        )
+        return self._pack(part, current.logp, top_logp=current.top_logp, entropy=current.entropy)
+
+    def _pack(
+        self,
+        part: _Anchored,
+        logp: Tensor,
+        *,
+        top_logp: Tensor | None = None,
+        entropy: Tensor | None = None,
+    ) -> TokenBatch:
+        batch, proximal = part.batch, part.proximal
+        if proximal is None and self.objective.needs_proximal:
+            # a pass of one step: the policy that starts it is the policy that takes it
+            detached_top = None if top_logp is None else top_logp.detach()
+            proximal = TokenLogprobs(logp.detach(), detached_top, None)
+        return TokenBatch(
+            logp=logp,
+            behaviour_logp=batch.behaviour_logp,
+            advantage=batch.advantage,
+            sequence=batch.row,
+            proximal_logp=proximal.logp if proximal else None,
+            reference_logp=part.reference_logp,
+            entropy=entropy,
+            top_logp=top_logp,
+            behaviour_top_logp=batch.behaviour_top_logp if top_logp is not None else None,
+            proximal_top_logp=proximal.top_logp if proximal and top_logp is not None else None,
+        )
+
+    def _anchor(self, batch: MicroBatch, steps_in_pass: int) -> _Anchored:
+        batch = batch.to(self.policy.device)
+        needs_snapshot = self.objective.needs_proximal and steps_in_pass > 1
+        temperature, with_top = self.policy_temperature, self.objective.needs_top_logp
+        proximal = reference = None
+        with torch.no_grad():
+            if needs_snapshot:
+                proximal = token_logprobs(
+                    self.policy, batch, temperature=temperature, with_top=with_top
+                )
+            if self.reference is not None:
+                reference = token_logprobs(self.reference, batch, temperature=temperature).logp
+        return _Anchored(batch, proximal, reference)
+
+    def _set_learning_rate(self) -> float:
+        config = self.config
+        factor = learning_rate_factor(
+            self.num_optimiser_steps,
+            config.steps * config.passes * config.mini_batches,
+            warmup_fraction=config.warmup_fraction,
+            schedule=config.schedule,
+        )
+        for group in self.optimiser.param_groups:
+            group["lr"] = config.learning_rate * factor
+        return config.learning_rate * factor
+
+    def _count_skips(self, usable: bool) -> None:
+        self.num_consecutive_skips = 0 if usable else self.num_consecutive_skips + 1
+        if self.num_consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
+            raise DivergedError(
+                f"The last {MAX_CONSECUTIVE_SKIPS} optimiser steps had no usable gradient "
+                "(non-finite, or no measurable token) and were skipped: lower "
+                "training.learning_rate, or look at tokens/nonfinite for broken log-probs."
+            )

@@ -1,0 +1,112 @@
+"""The nouns that travel through the package, in the order in which they come to be."""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One problem to be answered, e.g. Prompt(id="7", text="12+34=", answer="46")."""
+
+    id: str
+    """names the draw: two different draws of one problem have different ids"""
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn from logits, applied in this order: temperature, top-k, top-p."""
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    temperature: float = 1.0
+    """0 takes the most likely token"""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token"""
+    top_logprobs: int = 0
+    """how many of the most likely tokens are recorded with their log-probs at each position"""
+    logprob_mode: str = "processed"
+    """"processed" records the distribution drawn from; "raw" the untempered, untruncated one"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What an engine is asked: so many samples that continue one tokenised prompt."""
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    num_samples: int
+    sampling: SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """a stop token was drawn; it is the completion's last token"""
+    LENGTH = "length"
+    """max_tokens were drawn without a stop token"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Who drew a completion's tokens, and how."""
+
+    policy: str
+    version: int
+    engine: str
+    precision: str
+    temperature: float
+    top_p: float
+    top_k: int
+    logprob_mode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sampled answer of n tokens, with the probability that each had when it was drawn."""
+
+    prompt_id: str
+    sample: int
+    token_ids: Tensor
+    """[n] int64"""
+    behaviour_logp: Tensor
+    """[n] float32, of the distribution that `provenance.logprob_mode` names"""
+    top_token_ids: Tensor | None
+    """[n, K] int64, the K most likely tokens at each position"""
+    behaviour_top_logp: Tensor | None
+    """[n, K] float32, their log-probs"""
+    finish_reason: FinishReason
+    provenance: Provenance
+    text: str = ""
+
+    def with_text(self, text: str) -> "Completion":
+        """Return the completion with its decoded text."""
+        return replace(self, text=text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """All completions of one prompt: the unit over which rewards are compared."""
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSequence:
+    """One completion, ready to be trained on."""
+
+    prompt_token_ids: tuple[int, ...]
+    completion: Completion
+    advantage: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response together."""
+        return len(self.prompt_token_ids) + len(self.completion.token_ids)
