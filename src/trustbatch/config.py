@@ -155,8 +155,10 @@ class Config(_Table):
         if not isinstance(data, Mapping):
             return data
         data = {key: _as_dict(value) for key, value in data.items()}
-        objective = data.setdefault("objective", {"name": "p3o"})
-        if isinstance(objective, dict) and objective.get("name") in ("p3o", "two_anchor"):
+        objective = data.setdefault("objective", {})
+        if not isinstance(objective, dict):
+            return data
+        if objective.setdefault("name", "p3o") in ("p3o", "two_anchor"):
             objective.setdefault("kl", "top_k")
             rollout = data.setdefault("rollout", {})
             if objective["kl"] == "top_k" and isinstance(rollout, dict):

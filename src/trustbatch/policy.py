@@ -81,14 +81,14 @@ class Policy:
         return torch.autocast(self.device.type, dtype=getattr(torch, self.precision))
 
     def logits(self, input_ids: Tensor, *, num_last: int) -> Tensor:
-        """Return float32 logits [B, num_last, V] of the last positions of right-padded rows.
+        """Return logits [B, num_last, V], at least float32, of the last positions of padded rows.
 
-        No attention mask is needed: under causal attention a token never sees what comes after it,
-        and padding comes last.
+        Padding is on the right, so no attention mask is needed: under causal attention a token
+        never sees what comes after it.
         """
         with self.autocast():
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=num_last)
-        return output.logits.float()
+        return output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters by name, as an engine loads them."""

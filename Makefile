@@ -1,0 +1,48 @@
+# Each target does its own set-up in .venv: `make quickstart` and `make test` work on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test test-fast check format benchmark clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/trustbatch quickstart
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --cov=trustbatch --cov-report=term
+
+test-fast: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/pyright
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples
+
+benchmark: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/cpu_step.py
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "trustbatch needs Python 3.11 or newer: run make PYTHON=python3.11 (or newer) ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.installed: pyproject.toml $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.installed-bench: pyproject.toml $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs

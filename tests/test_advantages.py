@@ -1,0 +1,69 @@
+import math
+
+import pytest
+import torch
+
+from trustbatch.advantages import (
+    ADVANTAGES,
+    group_centred,
+    group_standardised,
+    leave_one_out,
+)
+
+
+def test_group_standardised_by_hand() -> None:
+    # mean 0.25, population std sqrt((3 * 0.25^2 + 0.75^2) / 4) = sqrt(0.1875) = 0.4330127
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    deviation = math.sqrt(0.1875) + 1e-6
+    expected = [[0.75 / deviation] + [-0.25 / deviation] * 3]
+    torch.testing.assert_close(
+        group_standardised(rewards), torch.tensor(expected, dtype=torch.float64)
+    )
+
+
+def test_epsilon_is_added_to_the_deviation() -> None:
+    # mean 1, std 1: A = +-1 / (1 + 1)
+    result = group_standardised(torch.tensor([[0.0, 2.0]]), epsilon=1.0)
+    assert result.tolist() == [[-0.5, 0.5]]
+
+
+def test_group_centred_by_hand() -> None:
+    assert group_centred(torch.tensor([[3.0, 1.0], [0.0, 1.0]])).tolist() == [
+        [1.0, -1.0],
+        [-0.5, 0.5],
+    ]
+
+
+def test_leave_one_out_by_hand() -> None:
+    # others' means: (0 + 1) / 2, (1 + 1) / 2, (1 + 0) / 2
+    assert leave_one_out(torch.tensor([[1.0, 0.0, 1.0]])).tolist() == [[0.5, -1.0, 0.5]]
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -7.3, 1e12])
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_equal_rewards_give_exactly_zero(name: str, value: float, size: int) -> None:
+    # three times 0.1 divided by three is not 0.1 in floating point
+    rewards = torch.full((2, size), value, dtype=torch.float64)
+    assert (ADVANTAGES[name](rewards) == 0).all()
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_only_the_group_matters(name: str) -> None:
+    torch.manual_seed(0)
+    rewards = torch.randn(4, 6)
+    together = ADVANTAGES[name](rewards)
+    alone = torch.cat([ADVANTAGES[name](row[None]) for row in rewards])
+    assert torch.equal(together, alone)
+    shifted = ADVANTAGES[name](rewards.double() + 100.0)
+    torch.testing.assert_close(together, shifted, rtol=0, atol=1e-9)
+    torch.testing.assert_close(together.sum(dim=1), torch.zeros(4).double(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_rewards_that_are_not_numbers_are_refused(name: str) -> None:
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="finite"):
+            ADVANTAGES[name](torch.tensor([[0.0, bad]]))
+    with pytest.raises(ValueError, match="groups, samples"):
+        ADVANTAGES[name](torch.tensor([0.0, 1.0]))

@@ -1,0 +1,176 @@
+"""The command line as a user meets it: what works, and the sentence for what does not."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trustbatch.cli import main
+
+CONFIG = """
+[model]
+name = {model!r}
+[task]
+name = "arithmetic"
+level = 1
+[rollout]
+prompts_per_step = 2
+samples_per_prompt = 2
+max_tokens = 4
+[training]
+steps = 2
+[run]
+folder = {folder!r}
+"""
+
+
+@pytest.fixture
+def config(tiny_folder: Path, tmp_path: Path) -> str:
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG.format(model=str(tiny_folder), folder=str(tmp_path / "runs")))
+    return str(file)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_train_leaves_a_model_and_a_report(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", config, "--training.steps=3", "--run.name=a"]) == 0
+    captured = capsys.readouterr()
+    assert "step 3/3  reward" in captured.err
+    assert "1-ESS" in captured.err
+    assert "left" in captured.err
+    run = tmp_path / "runs" / "a"
+    assert (run / "report.html").is_file()
+    assert (run / "checkpoints" / "step-3" / "model.safetensors").is_file()
+    assert str(run / "report.html") in captured.out
+
+
+def test_report_of_two_runs(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "ab":
+        assert main(["train", config, f"--run.name={name}"]) == 0
+    runs = [str(tmp_path / "runs" / name) for name in "ab"]
+    page = tmp_path / "both.html"
+    assert main(["report", *runs, "--output", str(page)]) == 0
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_dry_run_prints_config_and_plan_and_trains_nothing(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", config, "--dry-run", "--objective.reference_kl_coef=0.1"]) == 0
+    out = capsys.readouterr().out
+    assert 'kl = "top_k"' in out
+    assert "2 prompts x 2 samples = 4 completions" in out
+    assert "parameters" in out
+    assert "reference" in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_eval_prints_a_mean_with_its_error(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ["eval", str(tiny_folder), "--prompts", "8", "--samples", "2", "--max-tokens", "3"]
+    assert main(command) == 0
+    assert "mean reward over 8 prompts x 2 samples" in capsys.readouterr().out
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"problem": "1+1=", "answer": "2"}\n')
+    assert main([*command, "--task", str(data)]) == 0
+
+
+def test_unknown_key_gets_the_nearest_name(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = error_of(capsys, "train", config, "--training.step=3")
+    assert message == "error: Unknown key 'training.step': did you mean 'training.steps'?"
+
+
+def test_missing_model(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = error_of(capsys, "train", config, "--model.name=no/such-model")
+    assert "model.name = 'no/such-model' could not be loaded" in message
+    assert "give a local folder" in message
+
+
+def test_folder_that_is_no_model(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = error_of(capsys, "train", config, f"--model.name={tmp_path}")
+    assert "without config.json" in message
+
+
+def edited_copy(tiny_folder: Path, folder: Path, **changes: Any) -> Path:
+    """Copy the model and set keys of its tokenizer and generation configs; None removes one."""
+    shutil.copytree(tiny_folder, folder)
+    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
+        content = json.loads((folder / name).read_text())
+        for key, value in changes.items():
+            if value is None:
+                content.pop(key, None)
+            elif key in content:
+                content[key] = value
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def test_tokenizer_without_end_token(
+    config: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = edited_copy(tiny_folder, tmp_path / "noeos", eos_token=None, eos_token_id=None)
+    message = error_of(capsys, "train", config, f"--model.name={folder}")
+    assert "has no end-of-sequence token" in message
+    assert "set eos_token in its tokenizer_config.json" in message
+
+
+def test_tokenizer_without_pad_token_trains_the_same(
+    config: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = edited_copy(tiny_folder, tmp_path / "nopad", pad_token=None, pad_token_id=None)
+    losses = []
+    for name, model in (("pad", tiny_folder), ("nopad", folder)):
+        assert main(["train", config, f"--model.name={model}", f"--run.name={name}"]) == 0
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["policy/loss"] for line in lines])
+    assert losses[0] == losses[1]
+
+
+def test_empty_data(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    text = Path(config).read_text().replace('name = "arithmetic"\nlevel = 1', "")
+    Path(config).write_text(text.replace("[task]", f'[task]\nname = "file"\npath = "{empty}"'))
+    assert "has no rows: give a file with problems" in error_of(capsys, "train", config)
+
+
+def test_prompt_longer_than_the_context(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = error_of(capsys, "train", config, "--rollout.max_tokens=126")
+    assert "is more than the model's context of 128: lower rollout.max_tokens" in message
+
+
+def test_max_tokens_below_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = error_of(capsys, "train", config, "--rollout.max_tokens=0")
+    assert message == ("error: rollout.max_tokens = 0: input should be greater than or equal to 1.")
+
+
+def test_group_of_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = error_of(capsys, "train", config, "--rollout.samples_per_prompt=1")
+    assert "draw at least 2 samples a prompt" in message
+
+
+def test_checkpoint_of_another_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config]) == 0
+    capsys.readouterr()
+    message = error_of(capsys, "train", config, "--training.steps=3")
+    assert "holds a run with another configuration (training.steps was 2, now 3)" in message
+    assert "choose another run.name, or delete that folder" in message
+
+
+def test_override_of_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", "x", "--training.steps=3"])
+    assert "unrecognized arguments" in capsys.readouterr().err

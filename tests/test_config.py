@@ -1,0 +1,166 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trustbatch.config import Config, load_config, parse_config
+from trustbatch.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {"model": {"name": "m"}, "task": {"name": "arithmetic"}}
+
+
+def refused(**tables: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(MINIMAL | tables)
+    return str(caught.value)
+
+
+def test_defaults_are_the_papers() -> None:
+    config = parse_config(MINIMAL)
+    training = config.training
+    assert (training.learning_rate, training.betas, training.weight_decay) == (
+        1e-5,
+        (0.9, 0.95),
+        0.01,
+    )
+    assert (training.gradient_clip, training.schedule, training.warmup_fraction) == (
+        1.0,
+        "cosine",
+        0.1,
+    )
+    assert config.policy_temperature == 1.0
+    assert config.advantage.name == "group_standardised"
+
+
+def test_p3o_uses_the_engines_top_tokens_unless_told() -> None:
+    config = parse_config(MINIMAL)
+    assert config.objective.options == {"kl": "top_k"}
+    assert config.rollout.top_logprobs == 16
+    told = parse_config(MINIMAL | {"objective": {"name": "p3o", "kl": "importance"}})
+    assert told.rollout.top_logprobs == 0
+    fewer = parse_config(MINIMAL | {"rollout": {"top_logprobs": 4}})
+    assert fewer.rollout.top_logprobs == 4
+    grpo = parse_config(MINIMAL | {"objective": {"name": "grpo"}})
+    assert grpo.rollout.top_logprobs == 0
+
+
+def test_toml_round_trip_is_exact() -> None:
+    import tomllib
+
+    config = parse_config(
+        MINIMAL
+        | {"seed": 5, "objective": {"name": "grpo", "clip_high": 0.28}, "run": {"name": "x"}}
+    )
+    assert parse_config(tomllib.loads(config.to_toml())) == config
+
+
+def test_overrides_beat_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(
+        '[model]\nname = "m"\n[task]\nname = "arithmetic"\nlevel = 1\n[training]\nsteps = 5\n'
+    )
+    config = load_config(
+        file,
+        [
+            "--training.steps=7",
+            "--rollout.temperature=1.2",
+            "--objective.name=grpo",
+            "--objective.clip_high=0.5",
+            "--training.betas=[0.8, 0.9]",
+            "--task.level=3",
+            "--training.policy_temperature=rollout",
+        ],
+    )
+    assert config.training.steps == 7
+    assert config.training.betas == (0.8, 0.9)
+    assert config.policy_temperature == 1.2
+    assert config.objective.options == {"clip_high": 0.5}
+    assert config.task.options == {"level": 3}
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"rollouts": {}}, "Unknown key 'rollouts': did you mean 'rollout'?"),
+        (
+            {"training": {"learning_rat": 1}},
+            "Unknown key 'training.learning_rat': did you mean 'training.learning_rate'?",
+        ),
+        ({"training": {"zzz": 1}}, "Unknown key 'training.zzz': known are steps, passes"),
+        ({"rollout": {"max_tokens": 0}}, "rollout.max_tokens = 0: input should be greater than"),
+        ({"rollout": {"temperature": 0}}, "rollout.temperature = 0"),
+        ({"rollout": {"samples_per_prompt": 1}}, "draw at least 2 samples a prompt"),
+        ({"advantage": {"name": "group_centred", "epsilon": 1.0}}, "advantage.epsilon"),
+        ({"objective": {"name": "ppo"}}, "There is no objective 'ppo'"),
+        ({"objective": {"name": "p30"}}, "did you mean 'p3o'?"),
+        ({"objective": {"name": "p3o", "clip_low": 0.2}}, "p3o has no option 'clip_low'"),
+        ({"objective": {"name": "grpo", "clip_hihg": 0.2}}, "did you mean 'clip_high'?"),
+        ({"objective": {"name": "grpo", "clip_low": -1}}, "clip_low must be a number from 0 to 1"),
+        ({"rollout": {"top_logprobs": 0}}, "needs rollout.top_logprobs above 0"),
+        ({"training": {"policy_temperature": 0}}, "policy_temperature must be above 0"),
+        ({"training": {"policy_temperature": "hot"}}, "policy_temperature"),
+        ({"training": {"betas": [0.9, 1.0]}}, "betas must be two numbers"),
+        ({"training": {"mini_batches": 1000}}, "training.mini_batches = 1000 is more than the 256"),
+        ({"seed": "x"}, 'seed = "x"'),
+    ],
+)
+def test_wrong_values_get_a_sentence(tables: dict[str, Any], words: str) -> None:
+    message = refused(**tables)
+    assert words in message
+    assert message.endswith((".", "?"))
+
+
+def test_missing_keys_are_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({})
+    assert "model is missing" in str(caught.value)
+    assert "task is missing" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--training", "write --table.key=value"),
+        ("training.steps=1", "write --table.key=value"),
+        ("--seed.x=1", "it is a value"),
+    ],
+)
+def test_malformed_overrides_get_a_sentence(tmp_path: Path, override: str, words: str) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('seed = 1\n[model]\nname = "m"\n[task]\nname = "arithmetic"\n')
+    with pytest.raises(ConfigError, match=words):
+        load_config(file, [override])
+
+
+def test_unreadable_files_get_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no configuration file"):
+        load_config(tmp_path / "missing.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[model\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(broken)
+
+
+def leaf_fields(model: Any, prefix: str = "") -> list[str]:
+    names = []
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if hasattr(inner, "model_fields") and inner.__name__ != "NamedOptions":
+            names += leaf_fields(inner, f"{prefix}{name}.")
+        else:
+            names.append(f"{prefix}{name}")
+    return names
+
+
+def test_every_key_is_read_outside_the_configuration() -> None:
+    sources = [
+        path.read_text()
+        for path in (Path(__file__).parents[1] / "src").rglob("*.py")
+        if path.name != "config.py"
+    ]
+    text = "\n".join(sources)
+    config_text = (Path(__file__).parents[1] / "src/trustbatch/config.py").read_text()
+    for name in leaf_fields(Config):
+        last = name.rpartition(".")[2]
+        read_here = f"self.{name}" in config_text or f"self.{last}" in config_text
+        assert f".{last}" in text or read_here, f"{name} is never used"

@@ -1,0 +1,182 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from trustbatch.errors import RewardError
+from trustbatch.rewards import score
+from trustbatch.tasks import build_task
+from trustbatch.tasks.arithmetic import LEVELS, Arithmetic
+from trustbatch.tasks.file import FileTask, final_answer
+from trustbatch.types import Completion, FinishReason, Prompt, Provenance, RolloutGroup
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_arithmetic_answers_are_right(level: int) -> None:
+    task = Arithmetic(seed=0, level=level)
+    for index in range(300):
+        prompt = task.prompt(index)
+        assert str(eval(prompt.text.rstrip("="))) == prompt.answer
+        assert task.grade(prompt, f" {prompt.answer}\n") == 1.0
+        assert task.grade(prompt, prompt.answer + "0") == 0.0
+        assert task.grade(prompt, "0" + prompt.answer) == 0.0
+        assert task.grade(prompt, "") == 0.0
+
+
+def test_arithmetic_is_seeded_and_endless() -> None:
+    task, same, other = (Arithmetic(seed=seed) for seed in (0, 0, 1))
+    texts = [task.prompt(index).text for index in range(100)]
+    assert texts == [same.prompt(index).text for index in range(100)]
+    assert texts != [other.prompt(index).text for index in range(100)]
+    assert len({task.prompt(index).id for index in range(100)}) == 100
+    assert task.prompt(10**12).text
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        with gzip.open(path, "wt") as file:
+            file.write(text)
+    elif path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text(text)
+    return path
+
+
+ROWS: list[dict[str, object]] = [
+    {"id": f"r{number}", "problem": f"What is {number}?", "answer": number} for number in range(7)
+]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_files_are_read_and_every_epoch_is_a_new_order(tmp_path: Path, name: str) -> None:
+    path = write_rows(tmp_path / name, ROWS)
+    task = FileTask(path=str(path), seed=0, template="Q: {problem} {braces}")
+    epochs = [[task.prompt(7 * epoch + i) for i in range(7)] for epoch in range(3)]
+    for epoch, prompts in enumerate(epochs):
+        assert {prompt.id for prompt in prompts} == {f"r{n}#{epoch}" for n in range(7)}
+    assert epochs[0][0].text.startswith("Q: What is ")
+    assert epochs[0][0].text.endswith("? {braces}")
+    answers = [[prompt.answer for prompt in prompts] for prompts in epochs]
+    assert answers[0] != answers[1] != answers[2]
+    in_order = FileTask(path=str(path), shuffle=False)
+    assert [in_order.prompt(i).answer for i in range(8)] == [*map(str, range(7)), "0"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"so \boxed{42}", "42", 1.0),
+        (r"\boxed{1} no, \boxed{2}", "2", 1.0),
+        (r"\boxed{1} no, \boxed{2}", "1", 0.0),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1.0),
+        ("The answer is 1,234.", "1234", 1.0),
+        ("0.50", "1/2", 1.0),
+        ("-3", "3", 0.0),
+        ("it is -3.", "-3", 1.0),
+        ("1/0", "1/0", 1.0),
+        ("", "", 1.0),
+        ("no idea", "5", 0.0),
+        (r"\boxed{7", "7", 1.0),
+        ("x = y", "x=y", 1.0),
+    ],
+)
+def test_final_answers(completion: str, answer: str, reward: float, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"problem": "p", "answer": answer}])
+    task = FileTask(path=str(path))
+    assert task.grade(task.prompt(0), completion) == reward
+
+
+def test_final_answer_of_a_hostile_text_is_quick() -> None:
+    assert final_answer("\\boxed{" * 20_000) is not None
+    assert final_answer("1" * 100_000) == "1" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "words"),
+    [
+        ("", "a.jsonl", "has no rows"),
+        ('{"problem": "p"}\n', "a.jsonl", "Row 1 .* has no field 'answer'"),
+        ("{broken\n", "a.jsonl", "Line 1 .* is not JSON"),
+        ("[1]\n", "a.jsonl", "must be a JSON object"),
+        ("a,b\n", "a.csv", "must end in .jsonl"),
+    ],
+)
+def test_bad_files_get_a_sentence(tmp_path: Path, content: str, name: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ValueError, match=words):
+        build_task("file", seed=0, path=str(path))
+
+
+def test_bad_options_get_a_sentence(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ValueError, match="There is no task 'maths'; choose one of arithmetic"):
+        build_task("maths", seed=0)
+    with pytest.raises(ValueError, match="did you mean 'level'"):
+        build_task("arithmetic", seed=0, levl=1)
+    with pytest.raises(ValueError, match="one of 1, 2, 3"):
+        build_task("arithmetic", seed=0, level=99)
+    with pytest.raises(ValueError, match=r"needs task\.path"):
+        build_task("file", seed=0)
+    with pytest.raises(ValueError, match="is not a file"):
+        build_task("file", seed=0, path=str(tmp_path / "missing.jsonl"))
+    with pytest.raises(ValueError, match=r"must contain \{problem\}"):
+        build_task("file", seed=0, path=str(path), template="no place")
+
+
+class OddTask:
+    name = "odd"
+
+    def __init__(self, reward: object) -> None:
+        self.reward = reward
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(id=str(index), text="", answer="")
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        return self.reward  # type: ignore[return-value]
+
+
+def make_group(task: OddTask) -> RolloutGroup:
+    provenance = Provenance(
+        policy="p",
+        version=0,
+        engine="native",
+        precision="float32",
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        logprob_mode="processed",
+    )
+    completion = Completion(
+        prompt_id="0",
+        sample=0,
+        token_ids=torch.tensor([1]),
+        behaviour_logp=torch.tensor([0.0]),
+        top_token_ids=None,
+        behaviour_top_logp=None,
+        finish_reason=FinishReason.STOP,
+        provenance=provenance,
+    )
+    return RolloutGroup(
+        prompt=task.prompt(0), prompt_token_ids=(1,), completions=(completion, completion)
+    )
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "1"])
+def test_a_grader_that_returns_no_number_stops_the_run(reward: object) -> None:
+    task = OddTask(reward)
+    with pytest.raises(RewardError, match="The grader of task odd returned"):
+        score([make_group(task)], task)
+
+
+def test_rewards_have_one_row_a_group() -> None:
+    task = OddTask(0.5)
+    assert score([make_group(task)] * 3, task).tolist() == [[0.5, 0.5]] * 3
