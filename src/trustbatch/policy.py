@@ -1,13 +1,14 @@
 """The policy: a causal language model with its tokenizer, on one device."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from trustbatch.errors import ConfigError
 from trustbatch.types import Prompt
@@ -53,10 +54,14 @@ class Policy:
                 "Hugging Face checkpoint."
             )
         try:
-            model = _AUTO_MODEL.from_pretrained(
-                name, dtype=torch.float32, trust_remote_code=trust_remote_code, use_safetensors=True
-            )
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            with quiet_bars(only_if=_is_small(Path(name))):
+                model = _AUTO_MODEL.from_pretrained(
+                    name,
+                    dtype=torch.float32,
+                    trust_remote_code=trust_remote_code,
+                    use_safetensors=True,
+                )
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"model.name = {name!r} could not be loaded: give a local folder with a Hugging "
@@ -100,6 +105,12 @@ class Policy:
         self.model.requires_grad_(False)
         return self
 
+    def save(self, folder: Path) -> None:
+        """Write model and tokenizer as an ordinary Hugging Face folder."""
+        with quiet_bars():
+            self.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Tokenise a prompt, through the chat template where the tokenizer has one."""
         if self.tokenizer.chat_template:
@@ -115,6 +126,24 @@ class Policy:
     def decode(self, token_ids: list[list[int]]) -> list[str]:
         """Turn completions into text, without special tokens."""
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+
+
+@contextmanager
+def quiet_bars(*, only_if: bool = True) -> Iterator[None]:
+    """Keep transformers' progress bars away where there is nothing to wait for."""
+    if not only_if or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
+
+
+def _is_small(folder: Path) -> bool:
+    """Whether this is a local checkpoint that loads in about a second."""
+    return folder.is_dir() and sum(f.stat().st_size for f in folder.glob("*.safetensors")) < 2**30
 
 
 def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int, Any]:

@@ -49,8 +49,7 @@ def save_checkpoint(
     partial = folder / f".writing-step-{step}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    trainer.policy.model.save_pretrained(partial)
-    trainer.policy.tokenizer.save_pretrained(partial)
+    trainer.policy.save(partial)
     save_file(_optimiser_tensors(trainer), partial / OPTIMISER_FILE)
     with (partial / PENDING_FILE).open("w", encoding="utf-8") as file:
         for groups in pending:
