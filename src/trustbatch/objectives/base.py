@@ -12,6 +12,7 @@ from trustbatch.objectives.estimators import RatioMoments, bounded, kl_importanc
 from trustbatch.objectives.metrics import (
     Count,
     EffectiveSampleSize,
+    Max,
     Mean,
     Metrics,
     RatioQuantiles,
@@ -131,6 +132,7 @@ class Objective(ABC):
                 "policy/loss": Share(loss.detach()),
                 "ess": EffectiveSampleSize(RatioMoments.of(tokens.logp - tokens.behaviour_logp)),
                 "ratio": RatioQuantiles((log_ratio,)),
+                "ratio/max": Max((log_ratio.exp(),)),
                 "kl/behaviour": Mean.of(kl),
                 "tokens/count": Count(number),
                 "tokens/nonfinite": Count(len(batch) - number),

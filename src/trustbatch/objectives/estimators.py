@@ -20,7 +20,8 @@ def bounded(log_ratio: Tensor) -> Tensor:
     pulled back.
     """
     inside = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return log_ratio + (inside - log_ratio).detach()
+    # the bracket is exactly 0, whatever the size of its terms, and has the gradient of log_ratio
+    return inside.detach() + (log_ratio - log_ratio.detach())
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,10 @@ def kl_top_k(top_logp: Tensor, anchor_top_logp: Tensor) -> Tensor:
         anchor_top_logp: [T, K] the anchor's log-probabilities of the same tokens.
     """
     kept = torch.isfinite(anchor_top_logp)
-    policy = torch.where(kept, top_logp, 0.0)
+    possible = kept & torch.isfinite(top_logp)  # a token the policy excludes adds 0 log 0 = 0
+    policy = torch.where(possible, top_logp, 0.0)
     anchor = torch.where(kept, anchor_top_logp, 0.0)
-    policy_mass = torch.where(kept, policy.exp(), 0.0)
+    policy_mass = torch.where(possible, policy.exp(), 0.0)
     anchor_mass = torch.where(kept, anchor.exp(), 0.0)
     policy_rest = (1.0 - policy_mass.sum(-1)).clamp(min=REST_FLOOR)
     anchor_rest = (1.0 - anchor_mass.sum(-1)).clamp(min=REST_FLOOR)

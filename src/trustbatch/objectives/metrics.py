@@ -3,6 +3,7 @@
 A metric states by its type how it is combined, so nothing depends on how a name is spelled.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -34,6 +35,10 @@ def _average(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def _largest(values: Sequence[float]) -> float:
+    return max(values)
+
+
 def _add_up(values: Sequence[float]) -> float:
     return sum(values)
 
@@ -57,9 +62,9 @@ class Mean:
         return Mean(self.total + other.total, self.count + other.count)
 
     def values(self, name: str) -> dict[str, float]:
-        """Return the average; NaN where nothing was summed."""
+        """Return the average, or nothing where nothing was summed."""
         count = float(self.count)
-        return {name: float(self.total) / count if count else float("nan")}
+        return {name: float(self.total) / count} if count else {}
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,23 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Max:
+    """The largest of some values."""
+
+    parts: tuple[Tensor, ...]
+    over_steps = staticmethod(_largest)
+
+    def merge(self, other: "Max") -> "Max":
+        """Pool two samples."""
+        return Max(self.parts + other.parts)
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return the maximum, or nothing where there were no values."""
+        largest = [float(part.max()) for part in self.parts if part.numel()]
+        return {name: max(largest)} if largest else {}
+
+
+@dataclass(frozen=True)
 class EffectiveSampleSize:
     """Normalised effective sample size e, with 1 - e beside it for a logarithmic axis."""
 
@@ -113,7 +135,7 @@ class EffectiveSampleSize:
 
 @dataclass(frozen=True)
 class RatioQuantiles:
-    """Quantiles, mean and maximum of the policy ratios; exact, as it keeps the log-ratios."""
+    """Quantiles and mean of the policy ratios; exact, as it keeps the log-ratios."""
 
     log_ratios: tuple[Tensor, ...]
     over_steps = staticmethod(_average)
@@ -125,15 +147,15 @@ class RatioQuantiles:
         return RatioQuantiles(self.log_ratios + other.log_ratios)
 
     def values(self, name: str) -> dict[str, float]:
-        """Return NAME/mean, NAME/max and NAME/pXX."""
+        """Return NAME/mean and NAME/pXX."""
         pooled = torch.cat(self.log_ratios).double()
         if not len(pooled):
             return {}
         ordered = pooled.sort().values.exp()
         last = len(ordered) - 1
-        result = {f"{name}/mean": float(ordered.mean()), f"{name}/max": float(ordered[-1])}
+        result = {f"{name}/mean": float(ordered.mean())}
         for suffix, level in self.LEVELS:
-            result[f"{name}/{suffix}"] = float(ordered[round(level * last)])
+            result[f"{name}/{suffix}"] = float(ordered[math.floor(level * last + 0.5)])
         return result
 
 

@@ -1,9 +1,11 @@
 """The input of every objective: response tokens of any number of sequences, laid end to end."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+_WITH_GRADIENT = ("logp", "entropy", "top_logp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,8 @@ class TokenBatch:
                 raise ValueError(
                     f"TokenBatch.{field.name} must have shape {expected}, not {list(value.shape)}."
                 )
-            if value.is_floating_point() == (field.name == "sequence"):
+            is_integer = value.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+            if not (is_integer if field.name == "sequence" else value.is_floating_point()):
                 wanted = "integers" if field.name == "sequence" else "floating-point numbers"
                 raise ValueError(f"TokenBatch.{field.name} must hold {wanted}, not {value.dtype}.")
         if len(top_shapes) > 1:
@@ -65,9 +68,12 @@ class TokenBatch:
         return self.logp.shape[0]
 
     def select(self, index: Tensor) -> "TokenBatch":
-        """Return the tokens that a boolean mask or an integer index picks, in that order."""
+        """Return the tokens that a boolean mask or an integer index picks, in that order.
+
+        Only the policy's own fields keep their gradient: everything else is data.
+        """
         picked = {
-            field.name: value[index]
+            field.name: value[index] if field.name in _WITH_GRADIENT else value[index].detach()
             for field in fields(self)
             if (value := getattr(self, field.name)) is not None
         }
@@ -79,7 +85,3 @@ class TokenBatch:
         if with_proximal and self.proximal_logp is not None:
             finite = finite & torch.isfinite(self.proximal_logp - self.behaviour_logp)
         return finite
-
-    def with_logp(self, logp: Tensor) -> "TokenBatch":
-        """Return the same tokens under another policy's log-probabilities."""
-        return replace(self, logp=logp)

@@ -1,0 +1,289 @@
+"""An independent float64 calculation of every objective: the loss, its gradient, and the trust e.
+
+NumPy only, and nothing of the package under test. The gradients are closed forms, worked out by
+hand from the definitions, because a stop-gradient makes the gradient of the loss something else
+than the slope of its value: differences cannot check it.
+
+Notation: l = logp - behaviour_logp, r = exp(l), A = advantage, N tokens, S sequences. A token whose
+l is not finite takes part in nothing.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+LOG_RATIO_LIMIT = 60.0
+K3_LIMIT = 10.0
+
+DEFAULTS: dict[str, dict[str, float]] = {
+    "reinforce": {},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"clip_high": 0.28},
+    "decoupled": {"clip_low": 0.2, "clip_high": 0.2, "weight_cap": 5.0},
+    "p3o": {},
+    "two_anchor": {},
+}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The response tokens of one step: arrays of length T, and [T, K] for the top tokens."""
+
+    logp: Array
+    behaviour_logp: Array
+    advantage: Array
+    sequence: NDArray[np.int64]
+    proximal_logp: Array | None = None
+    reference_logp: Array | None = None
+    entropy: Array | None = None
+    top_logp: Array | None = None
+    behaviour_top_logp: Array | None = None
+    proximal_top_logp: Array | None = None
+
+    def take(self, index: NDArray[np.int64]) -> "Tokens":
+        """The tokens at `index`, in that order."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v[index] for k, v in chosen.items() if v is not None})
+
+
+@dataclass(frozen=True)
+class Result:
+    """A loss and what the optimiser would see of it."""
+
+    loss: float
+    d_logp: Array
+    d_entropy: Array
+    d_top_logp: Array | None
+    ess: dict[str, float] = field(default_factory=dict)
+
+
+def ratio(log_ratio: Array) -> Array:
+    return np.exp(np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def normalised_ess(log_ratio: Array) -> float:
+    """(sum r)^2 / (N sum r^2); 1/N where the limit on l hides the ratios.
+
+    A ratio above the limit, or all of them below it, would read as ratios that agree: trust that
+    nobody has measured. There is none then, and 1/N is the least there can be.
+    """
+    r = ratio(log_ratio)
+    if np.any(log_ratio > LOG_RATIO_LIMIT) or np.all(log_ratio < -LOG_RATIO_LIMIT):
+        return 1 / len(r)
+    return float(r.sum() ** 2 / (len(r) * (r**2).sum()))
+
+
+def k3(x: Array) -> Array:
+    """x + exp(-x) - 1, and beyond |x| = 10 its tangent there."""
+    edge = np.clip(x, -K3_LIMIT, K3_LIMIT)
+    return edge + np.exp(-edge) - 1 + (1 - np.exp(-edge)) * (x - edge)
+
+
+def k3_slope(x: Array) -> Array:
+    return 1 - np.exp(-np.clip(x, -K3_LIMIT, K3_LIMIT))
+
+
+def clipped_surrogate(r: Array, advantage: Array, low: float, high: float) -> tuple[Array, Array]:
+    """-min(r A, clip(r) A), and its slope in log r.
+
+    The clip binds only where it makes the gain smaller: r > 1 + high with A > 0, or r < 1 - low
+    with A < 0. There the slope is zero; elsewhere d(-r A)/d(log r) = -r A.
+    """
+    value = -np.minimum(r * advantage, np.clip(r, 1 - low, 1 + high) * advantage)
+    bound = ((advantage > 0) & (r > 1 + high)) | ((advantage < 0) & (r < 1 - low))
+    return value, np.where(bound, 0.0, -r * advantage)
+
+
+def log_mixture(weight_b: float, log_b: Array, weight_prox: float, log_prox: Array) -> Array:
+    """log((w_b pi_b + w_prox pi_prox) / (w_b + w_prox))."""
+    with np.errstate(divide="ignore"):
+        parts = np.logaddexp(np.log(weight_b) + log_b, np.log(weight_prox) + log_prox)
+    return parts - np.log(weight_b + weight_prox)
+
+
+def importance_kl(logp: Array, log_anchor: Array, log_b: Array) -> tuple[Array, Array]:
+    """r (x - 1) + anchor / pi_b with x = logp - log anchor. Slope: r (x - 1) + r = r x."""
+    x = logp - log_anchor
+    r = ratio(logp - log_b)
+    return r * (x - 1) + ratio(log_anchor - log_b), r * x
+
+
+def top_k_kl(top: Array, anchor_top: Array) -> tuple[Array, Array]:
+    """sum_k p_k log(p_k / a_k) + p_rest log(p_rest / a_rest), and its slope in log p_k.
+
+    With p_rest = 1 - sum_k p_k, d p_rest / d log p_k = -p_k, so the slope is
+    p_k (log(p_k / a_k) + 1) - p_k (log(p_rest / a_rest) + 1) = p_k (x_k - x_rest).
+    Where p_rest = 0 the bucket adds nothing and has no slope (0 log 0 = 0).
+    """
+    p = np.exp(top)
+    x = top - anchor_top
+    p_rest = 1 - p.sum(axis=1)
+    a_rest = 1 - np.exp(anchor_top).sum(axis=1)
+    has_rest = p_rest > 1e-9
+    safe_p, safe_a = np.where(has_rest, p_rest, 1.0), np.where(has_rest, a_rest, 1.0)
+    x_rest = np.log(safe_p / safe_a)
+    value = (p * x).sum(axis=1) + np.where(has_rest, p_rest * x_rest, 0.0)
+    slope = p * np.where(has_rest[:, None], x - x_rest[:, None], x + 1)
+    return value, slope
+
+
+def log_softmax(logits: Array) -> Array:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def random_tokens(
+    seed: int,
+    lengths: list[int],
+    *,
+    spread: float = 0.4,
+    proximal_spread: float = 0.2,
+    vocabulary: int = 7,
+    top: int = 3,
+) -> Tokens:
+    """Tokens drawn by a behaviour policy, with every optional field, all from true distributions.
+
+    `spread` is how far the policy's logits are from the behaviour policy's.
+    """
+    rng = np.random.default_rng(seed)
+    count = sum(lengths)
+    base = rng.normal(size=(count, vocabulary))
+    behaviour = log_softmax(base)
+    policy = log_softmax(base + spread * rng.normal(size=base.shape))
+    proximal = log_softmax(policy + proximal_spread * rng.normal(size=base.shape))
+    reference = log_softmax(base + 0.5 * rng.normal(size=base.shape))
+    rows = np.arange(count)
+    drawn = np.array([rng.choice(vocabulary, p=np.exp(b)) for b in behaviour], dtype=np.int64)
+    likely = np.argsort(-behaviour, axis=1)[:, :top]
+    ids = rng.permutation(10 * len(lengths))[: len(lengths)]  # ids need not be 0, 1, 2, ...
+    return Tokens(
+        logp=policy[rows, drawn],
+        behaviour_logp=behaviour[rows, drawn],
+        advantage=np.repeat(rng.normal(size=len(lengths)), lengths),
+        sequence=np.repeat(ids, lengths).astype(np.int64),
+        proximal_logp=proximal[rows, drawn],
+        reference_logp=reference[rows, drawn],
+        entropy=-(np.exp(policy) * policy).sum(axis=1),
+        top_logp=np.take_along_axis(policy, likely, axis=1),
+        behaviour_top_logp=np.take_along_axis(behaviour, likely, axis=1),
+        proximal_top_logp=np.take_along_axis(proximal, likely, axis=1),
+    )
+
+
+def finite(tokens: Tokens) -> NDArray[np.int64]:
+    with np.errstate(invalid="ignore"):
+        return np.flatnonzero(np.isfinite(tokens.logp - tokens.behaviour_logp))
+
+
+def evaluate(
+    name: str,
+    tokens: Tokens,
+    *,
+    kl: str = "importance",
+    entropy_coef: float = 0.0,
+    reference_kl_coef: float = 0.0,
+    num_tokens: int | None = None,
+    num_sequences: int | None = None,
+    **options: float,
+) -> Result:
+    """The objective over `tokens`; N and S are theirs unless given (as for a micro-batch)."""
+    valid = finite(tokens)
+    kept = tokens.take(valid)
+    n = len(valid) if num_tokens is None else num_tokens
+    s = len(np.unique(kept.sequence)) if num_sequences is None else num_sequences
+    d_logp = np.zeros_like(tokens.logp)
+    d_entropy = np.zeros_like(tokens.logp)
+    d_top = None if tokens.top_logp is None else np.zeros_like(tokens.top_logp)
+    if len(valid) == 0:
+        return Result(0.0, d_logp, d_entropy, d_top)
+
+    options = {**DEFAULTS[name], **options}
+    if name == "gspo":
+        value, slope = gspo(kept, **options)
+        loss, slope, slope_top, ess = value / s, slope / s, None, {}
+    else:
+        value, slope, slope_top, ess = token_terms(name, kept, kl, options)
+        loss, slope = value.sum() / n, slope / n
+        slope_top = None if slope_top is None else slope_top / n
+
+    if entropy_coef:
+        loss -= entropy_coef * kept.entropy.sum() / n
+        d_entropy[valid] = -entropy_coef / n
+    if reference_kl_coef:
+        x = kept.logp - kept.reference_logp
+        loss += reference_kl_coef * k3(x).sum() / n
+        slope = slope + reference_kl_coef * k3_slope(x) / n
+    d_logp[valid] = slope
+    if slope_top is not None:
+        d_top[valid] = slope_top
+    return Result(float(loss), d_logp, d_entropy, d_top, ess)
+
+
+def token_terms(
+    name: str, t: Tokens, kl: str, options: dict[str, float]
+) -> tuple[Array, Array, Array | None, dict[str, float]]:
+    """Each token's loss before the division by N, its slopes in logp and top_logp, and the ESS."""
+    log_ratio = t.logp - t.behaviour_logp
+    r = ratio(log_ratio)
+    a = t.advantage
+    if name == "reinforce":
+        return -a * t.logp, -a, None, {}
+    if name in ("grpo", "dapo"):
+        return *clipped_surrogate(r, a, options["clip_low"], options["clip_high"]), None, {}
+    if name == "cispo":
+        weight = np.minimum(r, 1 + options["clip_high"])  # a constant: the slope of logp is 1
+        return -weight * a * t.logp, -weight * a, None, {}
+    if name == "decoupled":
+        weight = np.clip(ratio(t.proximal_logp - t.behaviour_logp), 0, options["weight_cap"])
+        q = ratio(t.logp - t.proximal_logp)
+        value, slope = clipped_surrogate(q, a, options["clip_low"], options["clip_high"])
+        return weight * value, weight * slope, None, {}
+
+    e_b = normalised_ess(log_ratio)
+    if name == "p3o":
+        e, w_b, w_prox = e_b, 1.0, 0.0
+        ess = {"ess": e_b}
+    else:
+        e_prox = normalised_ess(t.logp - t.proximal_logp)
+        e, w_b, w_prox = min(e_b, e_prox), 1 - e_b, 1 - e_prox
+        ess = {"ess": e, "behaviour": e_b, "proximal": e_prox}
+    weight = np.minimum(r, e)
+    value, slope = -weight * a * t.logp, -weight * a
+    if w_b + w_prox <= 0:
+        return value, slope, None if kl != "top_k" else np.zeros_like(t.top_logp), ess
+    if kl == "top_k":
+        anchor_top = t.behaviour_top_logp
+        if w_prox > 0:
+            anchor_top = log_mixture(w_b, t.behaviour_top_logp, w_prox, t.proximal_top_logp)
+        penalty, slope_top = top_k_kl(t.top_logp, anchor_top)
+        return value + (1 - e) * penalty, slope, (1 - e) * slope_top, ess
+    log_anchor = t.behaviour_logp
+    if w_prox > 0:
+        log_anchor = log_mixture(w_b, t.behaviour_logp, w_prox, t.proximal_logp)
+    if kl == "k3":
+        x = t.logp - log_anchor
+        penalty, pull = k3(x), k3_slope(x)
+    else:
+        penalty, pull = importance_kl(t.logp, log_anchor, t.behaviour_logp)
+    return value + (1 - e) * penalty, slope + (1 - e) * pull, None, ess
+
+
+def gspo(t: Tokens, clip_low: float, clip_high: float) -> tuple[float, Array]:
+    """sum over sequences of -min(s A, clip(s) A), s = exp(mean l), and its slope in each logp.
+
+    d(mean l)/d(logp_t) = 1/length, so each token has its sequence's slope in log s over the length.
+    """
+    total, slope = 0.0, np.zeros_like(t.logp)
+    for one in np.unique(t.sequence):
+        inside = t.sequence == one
+        log_s = np.array([np.mean((t.logp - t.behaviour_logp)[inside])])
+        advantage = np.array([t.advantage[inside][0]])
+        value, in_log_s = clipped_surrogate(ratio(log_s), advantage, clip_low, clip_high)
+        total += float(value[0])
+        slope[inside] = in_log_s[0] / inside.sum()
+    return total, slope
