@@ -54,8 +54,9 @@ def make_sequence(prompt: list[int], response: list[int], advantage: float) -> T
 def test_layout_by_hand() -> None:
     sequences = [make_sequence([5], [7], 2.0), make_sequence([5, 6], [7, 8], -1.0)]
     (batch,) = micro_batches(sequences, max_tokens=100, pad_token_id=PAD)
-    # longest first; row 1 has two tokens and two of padding
-    assert batch.input_ids.tolist() == [[5, 6, 7, 8], [5, 7, PAD, PAD]]
+    # longest first; the last token of a response is no input; row 1 has two places of padding
+    assert batch.input_ids.tolist() == [[5, 6, 7], [5, PAD, PAD]]
+    assert batch.prompts is None
     assert batch.row.tolist() == [0, 0, 1]
     assert batch.column.tolist() == [1, 2, 0]
     assert batch.target.tolist() == [7, 8, 7]
@@ -67,13 +68,71 @@ def test_layout_by_hand() -> None:
     assert batch.behaviour_top_logp.tolist() == [[-7, -8], [-8, -9], [-7, -8]]
 
 
+def test_shared_layout_by_hand() -> None:
+    sequences = [
+        make_sequence([5, 6, 9], [7, 8], 1.0),
+        make_sequence([4], [7], 2.0),
+        make_sequence([5, 6, 9], [8], 3.0),
+        make_sequence([5, 6, 9], [3, 2, 1], 4.0),
+    ]
+    (batch,) = micro_batches(sequences, max_tokens=100, pad_token_id=PAD, may_share_prompts=True)
+    assert batch.prompts is not None
+    assert batch.prompts.input_ids.tolist() == [[5, 6, 9], [PAD, PAD, 4]]
+    assert batch.prompts.mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    # groups stay together
+    assert batch.prompts.of_row.tolist() == [0, 0, 0, 1]
+    assert batch.input_ids.tolist() == [[7, PAD], [PAD, PAD], [3, 2], [PAD, PAD]]
+    assert batch.target.tolist() == [7, 8, 8, 3, 2, 1, 7]
+    assert batch.row.tolist() == [0, 0, 1, 2, 2, 2, 3]
+    assert batch.column.tolist() == [0, 1, 0, 0, 1, 2, 0]
+    assert batch.advantage.tolist() == [1.0, 1.0, 3.0, 4.0, 4.0, 4.0, 2.0]
+    moved = batch.to(torch.device("cpu")).prompts
+    assert moved is not None
+    assert torch.equal(moved.mask, batch.prompts.mask)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "samples", "shared"),
+    [
+        (6, 4, 8, True),
+        (6, 64, 8, False),  # nothing to save
+        (6, 4, 1, False),
+        (500, 500, 8, True),
+        (700, 700, 8, False),  # too long for an explicit mask
+    ],
+)
+def test_prompts_are_shared_where_that_pays(
+    prompt: int, response: int, samples: int, shared: bool
+) -> None:
+    sequences = [
+        make_sequence([number] * prompt, [1] * response, 0.0)
+        for number in range(2)
+        for _ in range(samples)
+    ]
+    options = {"max_tokens": 10**9, "pad_token_id": PAD}
+    (batch,) = micro_batches(sequences, may_share_prompts=True, **options)
+    assert (batch.prompts is not None) == shared
+    (batch,) = micro_batches(sequences, may_share_prompts=False, **options)
+    assert batch.prompts is None
+
+
+def test_a_group_that_shares_its_prompt_is_not_divided() -> None:
+    sequences = [make_sequence([n] * 9, [1, 2], 0.0) for n in range(4) for _ in range(3)]
+    # a group is 3 rows of 11 tokens
+    batches = micro_batches(sequences, max_tokens=66, pad_token_id=PAD, may_share_prompts=True)
+    assert [len(batch.input_ids) for batch in batches] == [6, 6]
+    small = micro_batches(sequences, max_tokens=1, pad_token_id=PAD, may_share_prompts=True)
+    assert [len(batch.input_ids) for batch in small] == [3, 3, 3, 3]
+
+
 def flatten(batches: list[MicroBatch]) -> list[tuple[tuple[int, ...], float, float]]:
     """Every sequence as (its visible tokens, first behaviour log-prob, advantage)."""
     found = []
     for batch in batches:
         for row in range(len(batch.input_ids)):
             mine = batch.row == row
-            visible = batch.input_ids[row][batch.input_ids[row] != PAD].tolist()
+            inputs = batch.input_ids[row][batch.input_ids[row] != PAD].tolist()
+            visible = [*inputs, int(batch.target[mine][-1])]
             found.append(
                 (
                     tuple(visible),
@@ -108,7 +167,11 @@ def test_packing_loses_nothing_and_keeps_to_the_budget(
     for batch in batches:
         assert batch.input_ids.numel() <= max_tokens or len(batch.input_ids) == 1
         # the logits at `column` are those that predict `target`, one place further on
-        assert torch.equal(batch.input_ids[batch.row, batch.column + 1], batch.target)
+        padded = torch.cat([batch.input_ids, torch.full((len(batch.input_ids), 1), PAD)], dim=1)
+        following = padded[batch.row, batch.column + 1]
+        is_last = torch.cat([batch.row[1:] != batch.row[:-1], torch.tensor([True])])
+        assert torch.equal(following[~is_last], batch.target[~is_last])
+        assert (following[is_last] == PAD).all()
 
 
 def test_top_tokens_are_left_out_unless_all_sequences_have_them() -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from trustbatch.batching import micro_batches as micro_batches_module
 from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
 from trustbatch.objectives import OBJECTIVES, build_objective
 from trustbatch.policy import Policy
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.training import trainer as trainer_module
+from trustbatch.training.logprobs import token_logprobs
 from trustbatch.training.optimiser import learning_rate_factor
 from trustbatch.training.trainer import MAX_CONSECUTIVE_SKIPS, Trainer
 from trustbatch.types import GenerationRequest, SamplingParams, TrainSequence
@@ -108,6 +110,65 @@ def test_micro_batches_do_not_change_the_update(
         assert metrics.keys() == whole_metrics.keys()
         for name, value in metrics.items():
             assert value == pytest.approx(whole_metrics[name], rel=1e-8, abs=1e-10), name
+
+
+@pytest.fixture
+def always_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share prompts even where that saves nothing."""
+    monkeypatch.setattr(micro_batches_module, "WORTH_SHARING", 10.0)
+
+
+@pytest.mark.usefixtures("always_share")
+@pytest.mark.parametrize(("objective", "options"), VARIANTS)
+def test_shared_prompts_do_not_change_the_update(
+    policy: Policy, sequences: list[TrainSequence], objective: str, options: dict[str, object]
+) -> None:
+    """Prompts of 2, 4 and 6 tokens before responses of 1 to 9."""
+    policy.model.double()
+    results = []
+    for share_prompts in (True, False):
+        copied = copy.deepcopy(policy)
+        trainer = make_trainer(
+            copied, objective, options, share_prompts=share_prompts, gradient_clip=1e9
+        )
+        metrics = trainer.train(sequences)
+        gradients = [p.grad.flatten() for p in copied.model.parameters() if p.grad is not None]
+        results.append((torch.cat(gradients), metrics))
+    (shared, metrics), (plain, expected) = results
+    # the model's norms round to float32 on the way, so agreement ends at that precision
+    assert float((shared - plain).norm() / plain.norm()) < 1e-5
+    for name, value in metrics.items():
+        assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.usefixtures("always_share")
+def test_layouts_agree_token_by_token(policy: Policy, sequences: list[TrainSequence]) -> None:
+    found = []
+    for may_share in (True, False):
+        (batch,) = micro_batches_module.micro_batches(
+            sequences, max_tokens=10**9, pad_token_id=0, may_share_prompts=may_share
+        )
+        assert (batch.prompts is not None) == may_share
+        with torch.no_grad():
+            logp = token_logprobs(policy, batch, temperature=1.0).logp
+        advantages = [s.advantage for s in sequences]
+        by_sequence = {
+            advantages.index(pytest.approx(float(batch.advantage[batch.row == row][0]))): logp[
+                batch.row == row
+            ]
+            for row in range(len(sequences))
+        }
+        found.append(torch.cat([by_sequence[number] for number in range(len(sequences))]))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+
+
+def test_only_plain_key_value_caches_share_prompts(policy: Policy) -> None:
+    assert policy.can_share_prompts
+    config = copy.deepcopy(policy.model.config)
+    config.layer_types = ["full_attention", "sliding_attention"]
+    config.sliding_window = 4
+    policy.model.config = config
+    assert not policy.can_share_prompts
 
 
 def test_ess_per_micro_batch_does_depend_on_the_division(

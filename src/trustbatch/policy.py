@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedTokenizerBase,
+)
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from trustbatch.errors import ConfigError
+from trustbatch.padding import positions_of
 from trustbatch.types import Prompt
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its published types do not fit its own arguments
@@ -94,6 +102,43 @@ class Policy:
         with self.autocast():
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=num_last)
         return output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+
+    def logits_after_prompts(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, of_row: Tensor, input_ids: Tensor
+    ) -> Tensor:
+        """Return logits [B, 1 + L, V] of rows that continue shared prompts, at least float32.
+
+        Column 0 is each prompt's last position. Prompts [P, Lp] are padded on the left, rows
+        [B, L] on the right; row i continues prompt of_row[i]. Gradients flow through both.
+        """
+        cache = DynamicCache(config=self.model.config)
+        with self.autocast():
+            logits = self.model(
+                input_ids=prompt_ids,
+                attention_mask=prompt_mask,
+                position_ids=positions_of(prompt_mask),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[of_row]
+            if input_ids.shape[1]:
+                cache.batch_select_indices(of_row)
+                mask = torch.cat([prompt_mask[of_row], torch.ones_like(input_ids)], dim=1)
+                rest = self.model(
+                    input_ids=input_ids,
+                    attention_mask=mask,
+                    position_ids=positions_of(mask)[:, prompt_ids.shape[1] :],
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits
+                logits = torch.cat([logits, rest], dim=1)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @property
+    def can_share_prompts(self) -> bool:
+        """Whether every layer keeps plain keys and values, through which gradients can flow."""
+        layers = DynamicCache(config=self.model.config).layers
+        return all(type(layer) is DynamicLayer for layer in layers)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters by name, as an engine loads them."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from trustbatch.padding import pad_left, positions_of
 from trustbatch.policy import Policy
 from trustbatch.rollout.sampling import Draw, draw, sample_key
 from trustbatch.types import (
@@ -102,16 +103,10 @@ class NativeEngine:
     def _prefill(self, rows: list[_Row]) -> "_RunningBatch":
         """Compute each distinct prompt of the chunk once, then give every row its copy."""
         prompts = list(dict.fromkeys(row.request.token_ids for row in rows))
-        width = max(map(len, prompts))
         device = self.policy.device
-        ids = torch.full((len(prompts), width), self.policy.pad_token_id)
-        mask = torch.zeros((len(prompts), width), dtype=torch.long)
-        for number, prompt in enumerate(prompts):
-            ids[number, width - len(prompt) :] = torch.tensor(prompt)
-            mask[number, width - len(prompt) :] = 1
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        batch = _RunningBatch(DynamicCache(config=self.policy.model.config), mask.to(device))
-        batch.forward(self.policy, ids.to(device), positions.to(device))
+        ids, mask = (part.to(device) for part in pad_left(prompts, self.policy.pad_token_id))
+        batch = _RunningBatch(DynamicCache(config=self.policy.model.config), mask)
+        batch.forward(self.policy, ids, positions_of(mask))
         number_of = {prompt: number for number, prompt in enumerate(prompts)}
         spread = [number_of[row.request.token_ids] for row in rows]
         batch.keep(torch.tensor(spread, device=device))

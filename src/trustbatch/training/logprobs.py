@@ -39,10 +39,7 @@ def token_logprobs(
     entropy: EntropyUse = EntropyUse.NONE,
 ) -> TokenLogprobs:
     """Evaluate softmax(logits / temperature) at the sampled tokens, and at the recorded top K."""
-    width = batch.input_ids.shape[1]
-    first = int(batch.column.min()) if len(batch.column) else width - 1
-    logits = policy.logits(batch.input_ids, num_last=width - first)
-    logits = logits[batch.row, batch.column - first] / temperature  # [T, V]
+    logits = _response_logits(policy, batch) / temperature  # [T, V]
     normaliser = logits.logsumexp(-1)
     top_logp = None
     if with_top:
@@ -53,6 +50,19 @@ def token_logprobs(
         top_logp=top_logp,
         entropy=_entropy(logits, normaliser, entropy),
     )
+
+
+def _response_logits(policy: Policy, batch: MicroBatch) -> Tensor:
+    """Return the logits [T, V] that predict each response token."""
+    if batch.prompts is None:
+        first = int(batch.column.min())
+        logits = policy.logits(batch.input_ids, num_last=batch.input_ids.shape[1] - first)
+        return logits[batch.row, batch.column - first]
+    prompts = batch.prompts
+    logits = policy.logits_after_prompts(
+        prompts.input_ids, prompts.mask, prompts.of_row, batch.input_ids
+    )
+    return logits[batch.row, batch.column]
 
 
 def _entropy(logits: Tensor, normaliser: Tensor, use: EntropyUse) -> Tensor | None:

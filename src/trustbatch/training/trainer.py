@@ -53,6 +53,10 @@ class Trainer:
         self.optimiser = build_adamw(
             policy.model.parameters(), betas=config.betas, weight_decay=config.weight_decay
         )
+        policies = [policy] if reference is None else [policy, reference]
+        self._may_share_prompts = config.share_prompts and all(
+            each.can_share_prompts for each in policies
+        )
         self.num_optimiser_steps = 0
         self.num_consecutive_skips = 0
 
@@ -66,6 +70,7 @@ class Trainer:
                     part,
                     max_tokens=self.config.micro_batch_tokens,
                     pad_token_id=self.policy.pad_token_id,
+                    may_share_prompts=self._may_share_prompts,
                 )
                 for part in mini_batches(sequences, self.config.mini_batches, seed=seed)
             ]
