@@ -1,6 +1,7 @@
 """The update does not depend on how it is divided, and never goes where it should not."""
 
 import copy
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -15,7 +16,7 @@ from trustbatch.objectives import OBJECTIVES, build_objective
 from trustbatch.policy import Policy
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.training import trainer as trainer_module
-from trustbatch.training.logprobs import token_logprobs
+from trustbatch.training.logprobs import TokenLogprobs, token_logprobs
 from trustbatch.training.optimiser import learning_rate_factor
 from trustbatch.training.trainer import MAX_CONSECUTIVE_SKIPS, Trainer
 from trustbatch.types import GenerationRequest, SamplingParams, TrainSequence
@@ -253,6 +254,29 @@ def test_nan_behaviour_logp_is_dropped_and_counted(
     assert metrics["steps/skipped"] == 0
     assert math.isfinite(metrics["policy/loss"])
     assert torch.isfinite(parameters(policy)).all()
+
+
+def test_a_token_that_the_policy_excludes_leaves_the_totals(
+    policy: Policy, sequences: list[TrainSequence], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A logit of -inf is no fault of the data: only the forward pass shows it."""
+    original = trainer_module.token_logprobs
+
+    def excluding(*args: object, **kwargs: object) -> TokenLogprobs:
+        found = original(*args, **kwargs)  # type: ignore[arg-type]
+        excluded = args[1].target == 6  # type: ignore[attr-defined]
+        assert excluded.any() or len(excluded) < 20
+        return dataclasses.replace(found, logp=found.logp.masked_fill(excluded, -math.inf))
+
+    monkeypatch.setattr(trainer_module, "token_logprobs", excluding)
+    results = []
+    for micro_batch_tokens in (10**6, 40):
+        trainer = make_trainer(copy.deepcopy(policy), "grpo", micro_batch_tokens=micro_batch_tokens)
+        results.append(trainer.train(sequences))
+    whole, divided = results
+    assert whole["tokens/nonfinite"] == divided["tokens/nonfinite"] > 0
+    assert divided["policy/loss"] == pytest.approx(whole["policy/loss"], rel=1e-4)
+    assert divided["gradient/norm"] == pytest.approx(whole["gradient/norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("objective", list(OBJECTIVES))

@@ -19,7 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, style="red")
         return 2
     except KeyboardInterrupt:
-        Console(stderr=True).print("\nStopped. The same command continues where it left off.")
+        Console(stderr=True).print(
+            "\nStopped. The same command continues from the last checkpoint."
+        )
         return 130
 
 

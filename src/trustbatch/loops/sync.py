@@ -16,8 +16,9 @@ from trustbatch.types import RolloutGroup
 def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     """Train until the configured number of steps is done; returns the last step's metrics.
 
-    With `rollout.lag` = L, the batch trained at version v was drawn by version v - L: batches wait
-    in `session.pending`, as they would between two machines that run side by side.
+    With `rollout.lag` = L, the batch trained at version v was drawn by version v - L (by version 0
+    in the first L steps): batches wait in `session.pending`, as they would between two machines
+    that run side by side.
     """
     config, run, metrics = session.config, session.run, {}
     for step in range(session.step + 1, config.training.steps + 1):

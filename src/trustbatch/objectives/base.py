@@ -47,10 +47,11 @@ class Totals:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """The scalar to call backward on, and reducible metrics."""
+    """The scalar to call backward on, reducible metrics, and how many tokens took part."""
 
     loss: Tensor
     metrics: Metrics
+    num_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,8 @@ class Objective(ABC):
             reference_kl = kl_k3(tokens.logp - reference)
             loss = loss + self.reference_kl_coef * per_token * reference_kl.sum()
             metrics["kl/reference"] = Mean.of(reference_kl)
-        return ObjectiveOutput(loss, metrics | self._common_metrics(batch, tokens, loss))
+        metrics |= self._common_metrics(batch, tokens, loss)
+        return ObjectiveOutput(loss, metrics, num_tokens=len(tokens))
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
         """Ratio moments that this objective needs of the whole step; none unless overridden."""

@@ -16,10 +16,19 @@ import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from trustbatch.config import Config
+from trustbatch.config import Config, parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.rollout.records import readable_record
 from trustbatch.types import RolloutGroup
+
+MAY_CHANGE = (
+    "run.",
+    "model.device",
+    "rollout.max_sequences",
+    "training.micro_batch_tokens",
+    "training.share_prompts",
+)
+"""keys that a continued run may change: they decide where and how fast, not what is computed"""
 
 
 class RunFolder:
@@ -38,6 +47,9 @@ class RunFolder:
         environment = json.dumps(describe_environment(), indent=2)
         (self.path / "environment.json").write_text(environment + "\n", encoding="utf-8")
         (self.path / "rollouts").mkdir(exist_ok=True)
+        for path in (self.path / "rollouts").glob("step-*.jsonl"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
         partial = self.path / ".metrics.jsonl"
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
@@ -85,12 +97,13 @@ class RunFolder:
         file = self.path / "config.toml"
         if not file.is_file():
             return
-        before = _flatten(tomllib.loads(file.read_text(encoding="utf-8")))
-        now = _flatten(tomllib.loads(self.config.to_toml()))
+        # parsed, so that a key this version has added counts as its default
+        before = _flatten(parse_config(tomllib.loads(file.read_text(encoding="utf-8"))).to_dict())
+        now = _flatten(self.config.to_dict())
         changed = sorted(
             key
             for key in before.keys() | now.keys()
-            if before.get(key) != now.get(key) and not key.startswith("run.")
+            if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE)
         )
         if changed:
             key = changed[0]

@@ -12,7 +12,7 @@ from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.batching.samples import mini_batches
 from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
-from trustbatch.objectives import Objective, TokenBatch, Totals
+from trustbatch.objectives import Objective, ObjectiveOutput, TokenBatch, Totals
 from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_steps, merge_metrics
 from trustbatch.policy import Policy
 from trustbatch.training.logprobs import EntropyUse, TokenLogprobs, token_logprobs
@@ -83,16 +83,13 @@ class Trainer:
         """Accumulate the gradient of all micro-batches, then step once, or not at all."""
         learning_rate = self._set_learning_rate()
         self.optimiser.zero_grad(set_to_none=True)
-        # with one micro-batch its own forward pass supplies the totals
-        totals = self._totals(parts) if len(parts) > 1 else None
-        outputs = []
-        for part in parts:
-            tokens = self._tokens(part)
-            totals = totals or self.objective.totals(tokens)
-            output = self.objective(tokens, totals)
-            output.loss.backward()
-            outputs.append(output)
-        assert totals is not None
+        from_policy = self.objective.totals_need_policy
+        totals, outputs = self._accumulate(parts, from_policy=from_policy)
+        counted = sum(output.num_tokens for output in outputs)
+        if counted != int(totals.num_tokens):
+            # the policy itself gave a non-finite log-prob, which the data could not foretell
+            self.optimiser.zero_grad(set_to_none=True)
+            totals, outputs = self._accumulate(parts, from_policy=True)
         norm = torch.nn.utils.clip_grad_norm_(
             self.policy.model.parameters(), self.config.gradient_clip
         )
@@ -108,12 +105,28 @@ class Trainer:
         metrics["steps/skipped"] = Count(torch.tensor(float(not usable)))
         return metrics
 
-    def _totals(self, parts: Sequence[_Anchored]) -> Totals:
-        """Totals of the step: from a pre-pass without gradient, or from the data where possible."""
+    def _accumulate(
+        self, parts: Sequence[_Anchored], *, from_policy: bool
+    ) -> tuple[Totals, list[ObjectiveOutput]]:
+        """Add up the gradient of all micro-batches, each weighed by the totals of the step."""
+        # with one micro-batch its own forward pass supplies the totals
+        totals = self._totals(parts, from_policy=from_policy) if len(parts) > 1 else None
+        outputs = []
+        for part in parts:
+            tokens = self._tokens(part)
+            totals = totals or self.objective.totals(tokens)
+            output = self.objective(tokens, totals)
+            output.loss.backward()
+            outputs.append(output)
+        assert totals is not None
+        return totals, outputs
+
+    def _totals(self, parts: Sequence[_Anchored], *, from_policy: bool) -> Totals:
+        """Totals of the step: from a pre-pass without gradient, or from the data alone."""
         totals: list[Totals] = []
         for part in parts:
             logp = part.batch.behaviour_logp
-            if self.objective.totals_need_policy:
+            if from_policy:
                 with torch.no_grad():
                     logp = token_logprobs(
                         self.policy, part.batch, temperature=self.policy_temperature
