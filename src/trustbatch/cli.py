@@ -163,7 +163,10 @@ def _quickstart(folder: Path, *, steps: int, seed: int) -> int:
         )
     console.print(table)
     console.print(
-        "mismatched: rollouts drawn at T = 1.2 by a policy 4 versions old; one seed each."
+        "on-policy: fresh rollouts and one update for each, so every ratio is 1 and all objectives "
+        "take the same step.\nmismatched: rollouts drawn at T = 1.2 by a policy 4 versions old. "
+        "One seed each; +- is the standard error over prompts.",
+        highlight=False,
     )
     console.print(f"Report  {result.report}", highlight=False)
     return 0

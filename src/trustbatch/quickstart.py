@@ -9,6 +9,7 @@ from typing import Any
 
 from trustbatch.api import train
 from trustbatch.evaluation import EvaluationResult, evaluate
+from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.report import write_report
 from trustbatch.policy import Policy
 from trustbatch.tasks import build_task
@@ -61,7 +62,7 @@ def quickstart(
     model = folder / f"tiny-model-{seed}"
     if not model.is_dir():
         say("Warm start: teaching a 0.3M-parameter model two-digit sums, then mostly wrong ones.")
-        warm_start(model, seed=seed, progress=say)
+        warm_start(model, seed=seed, progress=LiveLine().show)
     start = _evaluate(model)
     say(f"The model answers {start.mean_reward:.0%} of samples correctly. Training it 8 ways.")
     rows = []

@@ -6,27 +6,38 @@ from collections.abc import Mapping
 from typing import TextIO
 
 
+class LiveLine:
+    """A line that is rewritten in place on a terminal; elsewhere every text gets its own line."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream if stream is not None else sys.stderr
+        self.is_live = self.stream.isatty()
+
+    def show(self, text: str, *, last: bool = False) -> None:
+        """Replace the line; after the `last` text the next output starts below it."""
+        start = "\r\x1b[2K" if self.is_live else ""
+        end = "\n" if last or not self.is_live else ""
+        self.stream.write(f"{start}{text}{end}")
+        self.stream.flush()
+
+
 class Progress:
-    """A line that is rewritten on a terminal, and printed about twenty times a run elsewhere."""
+    """Shows the state of a run after each step, or about ten times a run where no one watches."""
 
     def __init__(self, label: str, total: int, *, done: int = 0, stream: TextIO | None = None):
         self.label = label
         self.total = total
-        self.stream = stream if stream is not None else sys.stderr
+        self._line = LiveLine(stream)
         self._done_at_start = done
         self._start = time.monotonic()
-        self._every = max(total // 20, 1)
+        self._every = 1 if self._line.is_live else max(total // 10, 1)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the state after `step`."""
-        live = self.stream.isatty()
-        if live or step % self._every == 0 or step == self.total:
-            end = "\n" if not live or step == self.total else ""
-            start = "\r\x1b[2K" if live else ""
-            self.stream.write(f"{start}{self.line(step, metrics)}{end}")
-            self.stream.flush()
+        if step % self._every == 0 or step == self.total:
+            self._line.show(self.text(step, metrics), last=step == self.total)
 
-    def line(self, step: int, metrics: Mapping[str, float]) -> str:
+    def text(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return step, reward, loss, 1-ESS, tokens/s and time left."""
         elapsed = time.monotonic() - self._start
         left = elapsed / max(step - self._done_at_start, 1) * (self.total - step)

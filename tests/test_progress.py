@@ -1,0 +1,42 @@
+import io
+
+from trustbatch.observe.progress import Progress
+
+METRICS = {
+    "reward/mean": 0.5,
+    "policy/loss": -0.25,
+    "one_minus_ess": 3.2e-5,
+    "time/tokens_per_second": 12345.6,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_sees_one_line_that_is_rewritten() -> None:
+    stream = Terminal()
+    progress = Progress("run", 50, stream=stream)
+    for step in range(1, 51):
+        progress.update(step, METRICS)
+    assert stream.getvalue().count("\n") == 1
+    assert stream.getvalue().count("\r") == 50
+    assert "run  step 50/50  reward 0.500  loss -0.2500  1-ESS 3.2e-05  12,346 tok/s" in (
+        stream.getvalue()
+    )
+
+
+def test_a_file_gets_about_ten_whole_lines() -> None:
+    stream = io.StringIO()
+    progress = Progress("run", 50, stream=stream)
+    for step in range(1, 51):
+        progress.update(step, METRICS)
+    assert len(stream.getvalue().splitlines()) == 10
+    assert "\r" not in stream.getvalue()
+
+
+def test_time_left_counts_only_the_steps_of_this_start() -> None:
+    progress = Progress("run", 100, done=50, stream=io.StringIO())
+    progress._start -= 10.0  # ten seconds for ten steps: forty to go
+    assert progress.text(60, METRICS).endswith("0:40 left")
