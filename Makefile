@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# waiting threads must not take the cores from each other; see src/trustbatch/__init__.py
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: quickstart test test-fast check format benchmark clean
 
 quickstart: $(VENV)/.installed

@@ -40,6 +40,7 @@ def make_completion(token_ids: list[int], *, sample: int = 0, top: int = 0) -> C
         behaviour_top_logp=-tokens[:, None].float() - torch.arange(top) if top else None,
         finish_reason=FinishReason.STOP,
         provenance=PROVENANCE,
+        text="",
     )
 
 

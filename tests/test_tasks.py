@@ -164,6 +164,7 @@ def make_group(task: OddTask) -> RolloutGroup:
         behaviour_top_logp=None,
         finish_reason=FinishReason.STOP,
         provenance=provenance,
+        text="",
     )
     return RolloutGroup(
         prompt=task.prompt(0), prompt_token_ids=(1,), completions=(completion, completion)

@@ -1,6 +1,6 @@
 """The nouns that travel through the package, in the order in which they come to be."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from torch import Tensor
@@ -82,11 +82,7 @@ class Completion:
     """[n, K] float32, their log-probs"""
     finish_reason: FinishReason
     provenance: Provenance
-    text: str = ""
-
-    def with_text(self, text: str) -> "Completion":
-        """Return the completion with its decoded text."""
-        return replace(self, text=text)
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
