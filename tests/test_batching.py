@@ -117,13 +117,15 @@ def test_prompts_are_shared_where_that_pays(
     assert batch.prompts is None
 
 
-def test_a_group_that_shares_its_prompt_is_not_divided() -> None:
+def test_groups_that_share_their_prompt_keep_to_the_budget() -> None:
     sequences = [make_sequence([n] * 9, [1, 2], 0.0) for n in range(4) for _ in range(3)]
     # a group is 3 rows of 11 tokens
-    batches = micro_batches(sequences, max_tokens=66, pad_token_id=PAD, may_share_prompts=True)
-    assert [len(batch.input_ids) for batch in batches] == [6, 6]
-    small = micro_batches(sequences, max_tokens=1, pad_token_id=PAD, may_share_prompts=True)
-    assert [len(batch.input_ids) for batch in small] == [3, 3, 3, 3]
+    for max_tokens, sizes in ((66, [6, 6]), (22, [2, 1, 2, 1, 2, 1, 2, 1]), (1, [1] * 12)):
+        batches = micro_batches(
+            sequences, max_tokens=max_tokens, pad_token_id=PAD, may_share_prompts=True
+        )
+        assert all(batch.prompts is not None for batch in batches)
+        assert [len(batch.input_ids) for batch in batches] == sizes
 
 
 def flatten(batches: list[MicroBatch]) -> list[tuple[tuple[int, ...], float, float]]:

@@ -149,7 +149,7 @@ def test_empty_data(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_prompt_longer_than_the_context(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of(capsys, "train", config, "--rollout.max_tokens=126")
-    assert "is more than the model's context of 128: lower rollout.max_tokens" in message
+    assert "is more than the model's context of 128: lower max_tokens" in message
 
 
 def test_max_tokens_below_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +167,7 @@ def test_checkpoint_of_another_config(config: str, capsys: pytest.CaptureFixture
     capsys.readouterr()
     message = error_of(capsys, "train", config, "--training.steps=3")
     assert "holds a run with another configuration (training.steps was 2, now 3)" in message
-    assert "choose another run.name, or delete that folder" in message
+    assert "choose another name or folder for this run" in message
 
 
 def test_override_of_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ class RunResult:
 
 def train(
     *,
-    model: str | Path,
+    model: str | Path | Mapping[str, Any],
     task: str | Mapping[str, Any] | Task,
     objective: str | Mapping[str, Any] = "p3o",
     **tables: Any,
@@ -36,7 +36,7 @@ def train(
     """Train a model and return what came out.
 
     Args:
-        model: local folder or hub name.
+        model: local folder or hub name, or a table such as {"name": ..., "device": "cpu"}.
         task: a name, a table such as {"name": "file", "path": "train.jsonl"}, or your own object
             with `name`, `prompt` and `grade`.
         objective: a name, or a table such as {"name": "grpo", "clip_high": 0.28}.
@@ -50,8 +50,12 @@ def train(
         task_table = _named(task)
     else:
         own_task, task_table = task, _describe(task)
-    tree = {"task": task_table, "objective": _named(objective), **tables}
-    tree["model"] = {"name": str(model), **tables.get("model", {})}
+    tree = {
+        "model": _named(str(model) if isinstance(model, Path) else model),
+        "task": task_table,
+        "objective": _named(objective),
+        **tables,
+    }
     return train_config(parse_config(tree), own_task)
 
 

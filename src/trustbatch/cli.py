@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--prompts", type=_at_least_one, default=256)
     evaluation.add_argument("--samples", type=_at_least_one, default=4)
     evaluation.add_argument("--max-tokens", type=_at_least_one, default=256)
-    evaluation.add_argument("--temperature", type=float, default=1.0)
+    evaluation.add_argument("--temperature", type=_not_negative, default=1.0)
     evaluation.add_argument("--seed", type=int, default=0)
     quickstart = commands.add_parser(
         "quickstart", help="a few minutes on a CPU: tiny model, P3O beside GRPO, report"
@@ -81,6 +81,13 @@ def _at_least_one(text: str) -> int:
     return number
 
 
+def _not_negative(text: str) -> float:
+    number = float(text)
+    if not 0.0 <= number <= 100.0:
+        raise argparse.ArgumentTypeError("must be from 0 to 100")
+    return number
+
+
 def _train(config_file: str, overrides: list[str], *, dry_run: bool) -> int:
     from trustbatch.api import train_config
     from trustbatch.config import load_config
@@ -90,7 +97,9 @@ def _train(config_file: str, overrides: list[str], *, dry_run: bool) -> int:
     config = load_config(config_file, overrides)
     if dry_run:
         from trustbatch.plan import describe_plan
+        from trustbatch.session import configured_task
 
+        configured_task(config)
         console.print(config.to_toml(), markup=False, highlight=False)
         console.print(describe_plan(config), markup=False, highlight=False)
         return 0
@@ -114,7 +123,9 @@ def _eval(options: argparse.Namespace) -> int:
     from trustbatch.evaluation import evaluate
     from trustbatch.policy import Policy
     from trustbatch.tasks import build_task
+    from trustbatch.tasks.file import FileTask
 
+    num_prompts = options.prompts
     is_file = options.task.endswith((".jsonl", ".jsonl.gz", ".parquet"))
     try:
         task = (
@@ -124,10 +135,12 @@ def _eval(options: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if isinstance(task, FileTask):
+        num_prompts = min(num_prompts, len(task.rows))
     result = evaluate(
         Policy.load(options.model).freeze(),
         task,
-        num_prompts=options.prompts,
+        num_prompts=num_prompts,
         num_samples=options.samples,
         max_tokens=options.max_tokens,
         temperature=options.temperature,

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from trustbatch.advantages import ADVANTAGES
 from trustbatch.errors import ConfigError
 from trustbatch.objectives import Objective, build_objective
 
@@ -22,7 +21,7 @@ DEFAULT_TOP_LOGPROBS = 16
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(_Table):
@@ -59,7 +58,7 @@ class RolloutConfig(_Table):
     samples_per_prompt: int = Field(default=8, ge=1)
     max_tokens: int = Field(default=256, ge=1)
     """longest completion"""
-    temperature: float = Field(default=1.0, gt=0.0, le=100.0)
+    temperature: float = Field(default=1.0, ge=0.01, le=100.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0)
     """0 keeps every token"""
@@ -95,7 +94,7 @@ class TrainingConfig(_Table):
     """passes over each batch of rollouts"""
     mini_batches: int = Field(default=1, ge=1)
     """optimiser steps in a pass"""
-    micro_batch_tokens: int = Field(default=16384, ge=1)
+    micro_batch_tokens: int = Field(default=4096, ge=1)
     """tokens in one forward pass, padding included; changes memory, not the result"""
     share_prompts: bool = True
     """compute a prompt once for all its samples where that pays; changes speed, not the result"""
@@ -181,6 +180,11 @@ class Config(_Table):
         if objective.needs_top_logp and self.rollout.top_logprobs == 0:
             raise ValueError(
                 'objective.kl = "top_k" needs rollout.top_logprobs above 0, such as 16'
+            )
+        if self.training.reference_model is not None and not objective.reference_kl_coef:
+            raise ValueError(
+                "training.reference_model is of use only with objective.reference_kl_coef above 0: "
+                "set it, or remove the model"
             )
         num_sequences = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if self.training.mini_batches > num_sequences:
@@ -284,6 +288,3 @@ def _as_dict(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump()
     return dict(value) if isinstance(value, Mapping) else value
-
-
-assert set(ADVANTAGES) == set(AdvantageConfig.model_fields["name"].annotation.__args__)  # type: ignore[union-attr]

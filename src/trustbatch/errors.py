@@ -1,5 +1,14 @@
 """Errors a user can act on: each message is one sentence that says what to change."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a hint with the nearest known word, to be put behind a wrong one; often empty."""
+    close = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
 
 class TrustbatchError(Exception):
     """Root of every error that the command line prints without a traceback."""

@@ -1,10 +1,14 @@
 """What `--dry-run` shows: the work of one step and a first estimate of memory."""
 
+import torch
+
 from trustbatch.config import Config
 from trustbatch.policy import count_parameters
 from trustbatch.training.checkpoint import list_checkpoints
 
 GIB = 2**30
+LOGIT_COPIES = 5
+"""float32 copies of a micro-batch's logits at the peak of its two passes, as measured"""
 
 
 def describe_plan(config: Config) -> str:
@@ -16,23 +20,33 @@ def describe_plan(config: Config) -> str:
     num_sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     needs_reference = bool(config.build_objective().reference_kl_coef)
     weights = 4 * num_parameters
-    logits = 4 * training.micro_batch_tokens * model.vocab_size
+    logits = LOGIT_COPIES * 4 * training.micro_batch_tokens * model.get_text_config().vocab_size
     lines = [
-        f"model       {config.model.name}: {num_parameters:,} parameters",
+        f"model       {config.model.name}: {num_parameters:,} parameters on {_device(config)}",
         f"step        {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
         f"{num_sequences} completions of at most {rollout.max_tokens} tokens",
         f"updates     {training.steps} steps x {training.passes} passes x "
         f"{training.mini_batches} optimiser steps",
-        f"memory      weights {_gib(weights)}, gradients {_gib(weights)}, AdamW "
-        f"{_gib(2 * weights)}, logits of a micro-batch at most {_gib(logits)}"
-        + (f", reference {_gib(weights)}" if needs_reference else ""),
+        f"memory      weights {_size(weights)}, gradients {_size(weights)}, AdamW "
+        f"{_size(2 * weights)}, logits of a full micro-batch about {_size(logits)}"
+        + (f", reference {_size(weights)}" if needs_reference else ""),
         f"results     {config.run.path}{_continues(config)}",
     ]
     return "\n".join(lines)
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
+def _device(config: Config) -> str:
+    device = config.model.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return device
+    properties = torch.cuda.get_device_properties(device)
+    return f"{device} ({properties.name}, {_size(properties.total_memory)})"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _continues(config: Config) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -38,6 +39,10 @@ class Policy:
         self.name = name
         self.precision = precision
         self.stop_token_ids = _stop_token_ids(model, tokenizer, name)
+        _refuse_state_space(model, name)
+        if getattr(model, "generation_config", None) is not None:
+            # many published checkpoints have sampling settings without this, and can't be saved so
+            model.generation_config.do_sample = True
         # padding is neither attended to nor trained on, so any token will do
         pad = tokenizer.pad_token_id
         self.pad_token_id = pad if isinstance(pad, int) else self.stop_token_ids[0]
@@ -54,8 +59,12 @@ class Policy:
         """Load a checkpoint from a local folder, or from the hub by name."""
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"model.device = {device!r}, but torch sees no GPU: set it to cpu.")
         if precision == "auto":
             precision = "bfloat16" if device.startswith("cuda") else "float32"
+        if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+            raise ConfigError(f"model.name = {name!r} is not a folder here: check the path.")
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
             raise ConfigError(
                 f"model.name = {name!r} is a folder without config.json: give the folder of a "
@@ -70,12 +79,18 @@ class Policy:
                     use_safetensors=True,
                 )
                 tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(
                 f"model.name = {name!r} could not be loaded: give a local folder with a Hugging "
                 f"Face checkpoint in safetensors, or a model name on the hub ({_first(error)})."
             ) from error
-        return cls(model.to(device), tokenizer, name=name, precision=precision)
+        try:
+            model = model.to(device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"model.device = {device!r} can't be used ({_first(error)}): set it to cpu or cuda."
+            ) from error
+        return cls(model, tokenizer, name=name, precision=precision)
 
     @property
     def device(self) -> torch.device:
@@ -85,7 +100,8 @@ class Policy:
     @property
     def context_length(self) -> int:
         """The longest sequence that the model was made for."""
-        return int(getattr(self.model.config, "max_position_embeddings", None) or 2**31)
+        config = self.model.config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or 2**31)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context in which matrix products run in the policy's precision."""
@@ -94,19 +110,19 @@ class Policy:
         return torch.autocast(self.device.type, dtype=getattr(torch, self.precision))
 
     def logits(self, input_ids: Tensor, *, num_last: int) -> Tensor:
-        """Return logits [B, num_last, V], at least float32, of the last positions of padded rows.
+        """Return logits [B, num_last, V] of the last positions of padded rows.
 
         Padding is on the right, so no attention mask is needed: under causal attention a token
         never sees what comes after it.
         """
         with self.autocast():
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=num_last)
-        return output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+        return output.logits
 
     def logits_after_prompts(
         self, prompt_ids: Tensor, prompt_mask: Tensor, of_row: Tensor, input_ids: Tensor
     ) -> Tensor:
-        """Return logits [B, 1 + L, V] of rows that continue shared prompts, at least float32.
+        """Return logits [B, 1 + L, V] of rows that continue shared prompts.
 
         Column 0 is each prompt's last position. Prompts [P, Lp] are padded on the left, rows
         [B, L] on the right; row i continues prompt of_row[i]. Gradients flow through both.
@@ -132,7 +148,7 @@ class Policy:
                     use_cache=True,
                 ).logits
                 logits = torch.cat([logits, rest], dim=1)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits
 
     @property
     def can_share_prompts(self) -> bool:
@@ -195,13 +211,13 @@ def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int
     """Return the number of parameters and the model's config without loading any weight."""
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = _AUTO_MODEL.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.name = {name!r} could not be found: give a local folder with a Hugging Face "
             f"checkpoint, or a model name on the hub ({_first(error)})."
         ) from error
-    with torch.device("meta"):
-        model = _AUTO_MODEL.from_config(config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters()), config
 
 
@@ -216,6 +232,15 @@ def _stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -
             "stop: set eos_token in its tokenizer_config.json."
         )
     return tuple(found)
+
+
+def _refuse_state_space(model: Any, name: str) -> None:
+    layers = DynamicCache(config=model.config).layers
+    if not all(hasattr(layer, "batch_select_indices") for layer in layers):
+        raise ConfigError(
+            f"{name!r} ({model.config.model_type}) keeps a recurrent state, which the native "
+            "engine can't batch: choose a model with attention layers only."
+        )
 
 
 def _first(error: Exception) -> str:

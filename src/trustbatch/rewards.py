@@ -1,6 +1,7 @@
 """Scoring: from completions to a reward each."""
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -25,8 +26,14 @@ def score(groups: Sequence[RolloutGroup], task: Task) -> Tensor:
 
 
 def _grade(task: Task, group: RolloutGroup, sample: int) -> float:
-    reward = task.grade(group.prompt, group.completions[sample].text)
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    try:
+        reward = task.grade(group.prompt, group.completions[sample].text)
+    except Exception as error:  # a user's code may raise anything; the cause stays attached
+        raise RewardError(
+            f"The grader of task {task.name} failed on prompt {group.prompt.id!r} with "
+            f"{type(error).__name__}: {error}; fix it, and the same command continues the run."
+        ) from error
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
         raise RewardError(
             f"The grader of task {task.name} returned {reward!r} for prompt {group.prompt.id!r}: "
             "make it return a finite number."

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
@@ -10,7 +11,7 @@ from trustbatch.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.tasks import Task, build_task
-from trustbatch.training.checkpoint import list_checkpoints, restore
+from trustbatch.training.checkpoint import damaged, list_checkpoints, restore
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup, SamplingParams
 
@@ -51,8 +52,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         task = configured_task(config)
     run = RunFolder(config)
     checkpoints = list_checkpoints(run.checkpoints)
-    policy = _load_policy(config, str(checkpoints[-1]) if checkpoints else config.model.name)
-    policy.name = config.model.name
+    policy = _load_checkpoint(config, checkpoints[-1]) if checkpoints else _load_policy(config)
     trainer = Trainer(
         policy,
         config.build_objective(),
@@ -89,9 +89,18 @@ def configured_task(config: Config) -> Task:
         raise ConfigError(str(error)) from error
 
 
-def _load_policy(config: Config, name: str) -> Policy:
+def _load_checkpoint(config: Config, checkpoint: Path) -> Policy:
+    try:
+        policy = _load_policy(config, str(checkpoint))
+    except ConfigError as error:
+        raise damaged(checkpoint, error) from error
+    policy.name = config.model.name
+    return policy
+
+
+def _load_policy(config: Config, name: str | None = None) -> Policy:
     return Policy.load(
-        name,
+        name or config.model.name,
         device=config.model.device,
         precision=config.model.precision,
         trust_remote_code=config.model.trust_remote_code,

@@ -82,14 +82,17 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Pack sequences of similar length together, at most `max_tokens` with padding in each batch.
 
-    What can't be divided further, a sequence or a group that shares its prompt, gets a batch of its
-    own if it is larger than that.
+    A sequence that is longer than that gets a batch of its own.
     """
     if may_share_prompts and _sharing_pays(sequences):
         by_prompt: dict[tuple[int, ...], list[TrainSequence]] = {}
         for sequence in sequences:
             by_prompt.setdefault(sequence.prompt_token_ids, []).append(sequence)
-        units = list(by_prompt.values())
+        units = [
+            group[start : start + _rows_that_fit(group, max_tokens)]
+            for group in by_prompt.values()
+            for start in range(0, len(group), _rows_that_fit(group, max_tokens))
+        ]
         shared = True
     else:
         units, shared = [[sequence] for sequence in sequences], False
@@ -105,6 +108,10 @@ def micro_batches(
             batches.append(list(unit))
             width = max(sequence.num_tokens for sequence in unit)
     return [_lay_out(batch, pad_token_id, shared=shared) for batch in batches]
+
+
+def _rows_that_fit(group: Sequence[TrainSequence], max_tokens: int) -> int:
+    return max(max_tokens // max(sequence.num_tokens for sequence in group), 1)
 
 
 def _sharing_pays(sequences: Sequence[TrainSequence]) -> bool:

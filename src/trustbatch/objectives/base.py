@@ -120,9 +120,14 @@ class Objective(ABC):
         """Return the policy loss of measurable tokens, divided by the step's totals."""
 
     def _measurable(self, batch: TokenBatch) -> TokenBatch:
+        anchors: list[Tensor | None] = []
         if self.needs_proximal:
-            require(batch.proximal_logp, "proximal_logp", type(self).__name__)
-        return batch.select(batch.measurable(with_proximal=self.needs_proximal))
+            anchors.append(require(batch.proximal_logp, "proximal_logp", type(self).__name__))
+        if self.reference_kl_coef:
+            anchors.append(batch.reference_logp)
+        if self.needs_top_logp:
+            anchors.append(batch.behaviour_top_logp)
+        return batch.select(batch.measurable(*anchors))
 
     @staticmethod
     def _common_metrics(batch: TokenBatch, tokens: TokenBatch, loss: Tensor) -> Metrics:

@@ -68,13 +68,15 @@ def effective_sample_size(moments: RatioMoments) -> Tensor:
     - a ratio above exp(60), or every ratio below exp(-60): the bound makes unequal ratios equal,
       and equal ratios would read as e = 1. The answer is 1/N.
     - no token at all: the answer is 0.
+
+    A single token gives 1 whatever its ratio, as the formula says: it has no other to differ from.
     """
     count = moments.count.clamp(min=1.0)
     squares = moments.ratio_square_sum
     measured = moments.ratio_sum.square() / (count * torch.where(squares > 0, squares, 1.0))
     can_measure = (moments.num_above == 0) & (moments.num_below < moments.count)
-    ess = torch.where(can_measure, measured, 1.0 / count)
-    ess = torch.minimum(torch.maximum(ess, 1.0 / count), torch.ones_like(ess))
+    ess = torch.minimum(torch.maximum(measured, 1.0 / count), torch.ones_like(measured))
+    ess = torch.where(can_measure, ess, 1.0 / count)
     return torch.where(moments.count > 0, ess, 0.0)
 
 

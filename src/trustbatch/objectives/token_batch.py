@@ -79,9 +79,15 @@ class TokenBatch:
         }
         return TokenBatch(**picked)
 
-    def measurable(self, *, with_proximal: bool) -> Tensor:
-        """[T] bool: tokens whose log-ratios are finite, so that policies can be compared there."""
+    def measurable(self, *anchors: Tensor | None) -> Tensor:
+        """[T] bool: tokens at which the policy can be compared with the behaviour and all anchors.
+
+        Log-ratios must be finite; an anchor [T, K] may have -inf, which means outside its support.
+        """
         finite = torch.isfinite(self.logp.detach() - self.behaviour_logp)
-        if with_proximal and self.proximal_logp is not None:
-            finite = finite & torch.isfinite(self.proximal_logp - self.behaviour_logp)
+        for anchor in anchors:
+            if anchor is not None and anchor.dim() == 1:
+                finite = finite & torch.isfinite(anchor)
+            elif anchor is not None:
+                finite = finite & ~anchor.isnan().any(dim=-1)
         return finite

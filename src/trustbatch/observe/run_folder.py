@@ -5,30 +5,30 @@ import os
 import platform
 import subprocess
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from trustbatch.config import Config, parse_config
-from trustbatch.errors import ConfigError
+from trustbatch.config import Config, load_config
+from trustbatch.errors import CheckpointError, ConfigError
 from trustbatch.rollout.records import readable_record
 from trustbatch.types import RolloutGroup
 
-MAY_CHANGE = (
-    "run.",
-    "model.device",
-    "rollout.max_sequences",
-    "training.micro_batch_tokens",
-    "training.share_prompts",
-)
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: nothing guards the folder there
+    fcntl = None
+
+MAY_CHANGE = ("run.", "rollout.max_sequences")
 """keys that a continued run may change: they decide where and how fast, not what is computed"""
+DIVISION_OF_WORK = ("training.micro_batch_tokens", "training.share_prompts")
+"""likewise, unless the objective measures its trust in each micro-batch"""
 
 
 class RunFolder:
@@ -39,21 +39,20 @@ class RunFolder:
         self.path = config.run.path
         self.checkpoints = self.path / "checkpoints"
         self._refuse_other_config()
-        self.path.mkdir(parents=True, exist_ok=True)
 
     def start(self, step: int) -> None:
         """Begin or continue after `step`: forget what a killed run wrote beyond it."""
-        (self.path / "config.toml").write_text(self.config.to_toml(), encoding="utf-8")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.path)
+        _write_whole(self.path / "config.toml", self.config.to_toml())
         environment = json.dumps(describe_environment(), indent=2)
-        (self.path / "environment.json").write_text(environment + "\n", encoding="utf-8")
+        _write_whole(self.path / "environment.json", environment + "\n")
         (self.path / "rollouts").mkdir(exist_ok=True)
-        for path in (self.path / "rollouts").glob("step-*.jsonl"):
-            if int(path.stem.removeprefix("step-")) > step:
+        for path in (self.path / "rollouts").glob("step-[0-9]*.jsonl"):
+            if path.stem > f"step-{step:06d}":
                 path.unlink()
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
-        partial = self.path / ".metrics.jsonl"
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        partial.replace(self._metrics_file)
+        _write_whole(self._metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         self._metrics = self._metrics_file.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(self.path / "tensorboard", purge_step=step + 1)
 
@@ -85,9 +84,10 @@ class RunFolder:
         )
 
     def close(self) -> None:
-        """Flush and close all files."""
+        """Flush and close all files, and let others use the folder."""
         self._metrics.close()
         self._tensorboard.close()
+        self._lock.close()
 
     @property
     def _metrics_file(self) -> Path:
@@ -95,15 +95,23 @@ class RunFolder:
 
     def _refuse_other_config(self) -> None:
         file = self.path / "config.toml"
-        if not file.is_file():
+        # what a failed start left behind binds nobody
+        has_results = bool(read_metrics(self.path)) or any(self.checkpoints.glob("step-*"))
+        if not file.is_file() or not has_results:
             return
         # parsed, so that a key this version has added counts as its default
-        before = _flatten(parse_config(tomllib.loads(file.read_text(encoding="utf-8"))).to_dict())
+        try:
+            before = _flatten(load_config(file).to_dict())
+        except ConfigError as error:
+            raise ConfigError(f"{file} can't be read, so the run can't go on: {error}") from error
         now = _flatten(self.config.to_dict())
+        may_change = MAY_CHANGE
+        if self.config.objective.options.get("ess_scope") != "micro_batch":
+            may_change += DIVISION_OF_WORK
         changed = sorted(
             key
             for key in before.keys() | now.keys()
-            if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE)
+            if before.get(key) != now.get(key) and not key.startswith(may_change)
         )
         if changed:
             key = changed[0]
@@ -111,8 +119,28 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} holds a run with another configuration ({key} was "
                 f"{before.get(key, 'not set')}, now {now.get(key, 'not set')}{more}): choose "
-                "another run.name, or delete that folder."
+                "another name or folder for this run, or delete that one."
             )
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Replace a file in one go: a kill leaves the old content or the new, never a part."""
+    partial = file.with_name(f".{file.name}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
+def _lock(folder: Path) -> TextIO:
+    """Keep other processes out of a run folder until the file is closed or the process ends."""
+    file = (folder / ".lock").open("w")
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"Another process is training in {folder}: wait for it, or choose another run.name."
+            ) from None
+    return file
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -121,7 +149,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     complete, _, _ = file.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in complete.splitlines()]
+    try:
+        return [json.loads(line) for line in complete.splitlines()]
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} has a line that is not JSON: remove the line.") from error
 
 
 def describe_environment() -> dict[str, Any]:

@@ -44,8 +44,8 @@ def encode_checked(policy: Policy, prompt: Prompt, max_tokens: int) -> tuple[int
         raise ConfigError(f"Prompt {prompt.id!r} has no tokens: remove it from the data.")
     if len(token_ids) + max_tokens > policy.context_length:
         raise ConfigError(
-            f"Prompt {prompt.id!r} has {len(token_ids)} tokens, which with rollout.max_tokens = "
+            f"Prompt {prompt.id!r} has {len(token_ids)} tokens, which with max_tokens = "
             f"{max_tokens} is more than the model's context of {policy.context_length}: lower "
-            "rollout.max_tokens or leave out long prompts."
+            "max_tokens or leave out long prompts."
         )
     return token_ids

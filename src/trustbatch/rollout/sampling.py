@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trustbatch.errors import DivergedError
 from trustbatch.types import SamplingParams
 
 _GOLDEN, _MIX_1, _MIX_2 = (
@@ -85,6 +86,11 @@ def draw(logits: Tensor, keys: Tensor, position: int, sampling: SamplingParams) 
     """Draw one token for each row of logits [B, V] by inverting its cumulative distribution."""
     logp = sampling_logprobs(logits, sampling)
     cumulative = logp.double().exp().cumsum(-1)
+    if not bool(torch.isfinite(cumulative[:, -1]).all()):
+        raise DivergedError(
+            "The policy's logits are not finite, so nothing can be drawn: lower "
+            "training.learning_rate, or look for a broken checkpoint."
+        )
     target = uniforms(keys, position)[:, None] * cumulative[:, -1:]
     # right=True finds the first entry above the target: tokens of probability 0 are never chosen
     token_ids = torch.searchsorted(cumulative, target, right=True)

@@ -5,9 +5,9 @@ To add a task, write one file with a class that has `name`, `prompt` and `grade`
 """
 
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
+from trustbatch.errors import did_you_mean
 from trustbatch.tasks.arithmetic import Arithmetic
 from trustbatch.tasks.base import Task
 from trustbatch.tasks.file import FileTask
@@ -18,15 +18,16 @@ TASKS: dict[str, type[Arithmetic] | type[FileTask]] = {"arithmetic": Arithmetic,
 def build_task(name: str, *, seed: int, **options: Any) -> Task:
     """Build a task by name; a wrong name or option is refused with the nearest right one."""
     if name not in TASKS:
-        raise ValueError(f"There is no task {name!r}; choose one of {', '.join(TASKS)}.")
+        raise ValueError(
+            f"There is no task {name!r}{did_you_mean(name, TASKS)}; choose one of "
+            f"{', '.join(TASKS)}."
+        )
     known = [f.name for f in fields(TASKS[name]) if f.init and f.name not in ("seed", "name")]
     for option in options:
         if option not in known:
-            close = get_close_matches(option, known, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ValueError(
-                f"The task {name} has no option {option!r}{hint}; its options are "
-                f"{', '.join(known)}."
+                f"The task {name} has no option {option!r}{did_you_mean(option, known)}; its "
+                f"options are {', '.join(known)}."
             )
     if name == "file" and "path" not in options:
         raise ValueError("The task file needs task.path, a .jsonl or .parquet file.")

@@ -24,7 +24,7 @@ class Arithmetic:
     name: str = "arithmetic"
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
+        if not isinstance(self.level, int) or self.level not in LEVELS:
             raise ValueError(f"task.level must be one of {', '.join(map(str, LEVELS))}.")
 
     def prompt(self, index: int) -> Prompt:

@@ -11,7 +11,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,9 @@ from typing import Any
 
 from trustbatch.types import Prompt
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+LONGEST_NUMBER = 1000
+"""longer answers are compared as text: Python refuses to parse very long numbers"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +40,15 @@ class FileTask:
     def __post_init__(self) -> None:
         if "{problem}" not in self.template:
             raise ValueError("task.template must contain {problem}, where the problem goes.")
-        rows = [self._to_prompt(number, row) for number, row in enumerate(read_rows(self.path))]
+        rows: dict[str, Prompt] = {}
+        for number, row in enumerate(read_rows(self.path)):
+            prompt = self._to_prompt(number, row)
+            if prompt.id in rows:  # equal ids would draw equal samples
+                prompt = replace(prompt, id=f"{prompt.id}@{number}")
+            rows[prompt.id] = prompt
         if not rows:
             raise ValueError(f"task.path = {self.path!r} has no rows: give a file with problems.")
-        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "rows", list(rows.values()))
 
     def prompt(self, index: int) -> Prompt:
         """Return the index-th prompt of the endless stream; each epoch has its own order."""
@@ -61,7 +68,7 @@ class FileTask:
                     f"{', '.join(row)}; set task.problem_field or task.answer_field."
                 )
         return Prompt(
-            id=str(row.get("id", number)),
+            id=str(number if row.get("id") is None else row["id"]),
             text=self.template.replace("{problem}", str(row[self.problem_field])),
             answer=str(row[self.answer_field]),
         )
@@ -76,10 +83,13 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
         yield from _read_parquet(file)
     elif file.name.endswith((".jsonl", ".jsonl.gz")):
         opener = gzip.open if file.suffix == ".gz" else open
-        with opener(file, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse_line(line, number, path)
+        try:
+            with opener(file, "rt", encoding="utf-8") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        yield _parse_line(line, number, path)
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise ValueError(f"task.path = {path!r} can't be read: {error}.") from error
     else:
         raise ValueError(f"task.path = {path!r} must end in .jsonl, .jsonl.gz or .parquet.")
 
@@ -116,11 +126,14 @@ def final_answer(completion: str) -> str:
 
 
 def _normal_form(answer: str) -> Fraction | str:
-    text = answer.strip().strip("$").replace(",", "").replace(" ", "").rstrip(".")
-    if re.fullmatch(r"-?\d+(?:\.\d+)?(?:/\d+)?", text) and not re.search(r"/0+$", text):
-        numerator, _, denominator = text.partition("/")
+    text = answer.strip().strip("$").strip().rstrip(".")
+    text = re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text)
+    number = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", text)  # thousands: 1,234 but not (3,5)
+    is_number = re.fullmatch(r"-?(?:\d+(?:\.\d+)?|\.\d+)(?:/0*[1-9]\d*)?", number)
+    if is_number and len(number) <= LONGEST_NUMBER:
+        numerator, _, denominator = number.partition("/")
         return Fraction(numerator) / Fraction(denominator or 1)
-    return text
+    return text.replace(" ", "")
 
 
 @lru_cache(maxsize=4)

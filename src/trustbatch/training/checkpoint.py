@@ -62,11 +62,11 @@ def save_checkpoint(
     (partial / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
     for path in [*partial.rglob("*"), partial]:
         _flush(path)
-    shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
     _flush(folder)
     for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        # under another name first: what is called step-N is complete at any moment
+        shutil.rmtree(old.rename(folder / f".deleting-{old.name}"))
     return final
 
 
@@ -80,14 +80,14 @@ def restore(checkpoint: Path, trainer: Trainer) -> Resumed:
     """Give a trainer, whose policy was loaded from the checkpoint, the rest of its state."""
     try:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        step = int(state["step"])
+        trainer.num_optimiser_steps = int(state["num_optimiser_steps"])
+        trainer.num_consecutive_skips = int(state["num_consecutive_skips"])
         tensors = load_file(checkpoint / OPTIMISER_FILE, device=str(trainer.policy.device))
         lines = (checkpoint / PENDING_FILE).read_text(encoding="utf-8").splitlines()
         pending = [[group_from_record(record) for record in json.loads(line)] for line in lines]
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is damaged ({error}): delete it, and the run continues from the "
-            "checkpoint before it."
-        ) from error
+        raise damaged(checkpoint, error) from error
     for name, parameter in trainer.policy.model.named_parameters():
         moments = {
             key: tensors[f"{key}/{name}"]
@@ -96,9 +96,15 @@ def restore(checkpoint: Path, trainer: Trainer) -> Resumed:
         }
         if moments:
             trainer.optimiser.state[parameter] = moments
-    trainer.num_optimiser_steps = state["num_optimiser_steps"]
-    trainer.num_consecutive_skips = state["num_consecutive_skips"]
-    return Resumed(step=state["step"], pending=pending)
+    return Resumed(step=step, pending=pending)
+
+
+def damaged(checkpoint: Path, cause: Exception) -> CheckpointError:
+    """Return the error for a checkpoint that can't be read."""
+    return CheckpointError(
+        f"{checkpoint} is damaged ({cause}): delete it, and the run continues from the checkpoint "
+        "before it, or from the start."
+    )
 
 
 def _optimiser_tensors(trainer: Trainer) -> dict[str, Tensor]:

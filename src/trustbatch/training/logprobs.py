@@ -39,7 +39,10 @@ def token_logprobs(
     entropy: EntropyUse = EntropyUse.NONE,
 ) -> TokenLogprobs:
     """Evaluate softmax(logits / temperature) at the sampled tokens, and at the recorded top K."""
-    logits = _response_logits(policy, batch) / temperature  # [T, V]
+    logits = _response_logits(policy, batch)  # [T, V]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        logits = logits / temperature
     normaliser = logits.logsumexp(-1)
     top_logp = None
     if with_top:
@@ -70,4 +73,5 @@ def _entropy(logits: Tensor, normaliser: Tensor, use: EntropyUse) -> Tensor | No
         return None
     with torch.set_grad_enabled(use is EntropyUse.LEARNED and torch.is_grad_enabled()):
         probability = torch.exp(logits - normaliser[:, None])
-        return normaliser - (probability * logits).sum(-1)
+        # a token the policy excludes has logit -inf and adds 0, not 0 * -inf
+        return normaliser - (probability * logits.nan_to_num(neginf=0.0)).sum(-1)
