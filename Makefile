@@ -13,6 +13,7 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --cov=trustbatch --cov-report=term
+	$(BIN)/coverage report --fail-under=100 --include='*/objectives/*,*/batching/*,*/advantages.py'
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow"

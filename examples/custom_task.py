@@ -30,6 +30,8 @@ class Reverse:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python examples/custom_task.py MODEL")
     trustbatch.train(
         model=sys.argv[1],
         task=Reverse(),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trustbatch.cli import main
 
@@ -73,6 +74,35 @@ def test_dry_run_prints_config_and_plan_and_trains_nothing(
     assert "parameters" in out
     assert "reference" in out
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--task.name=arithmetik", "did you mean 'arithmetic'?"),
+        ("--task.levl=2", "did you mean 'level'?"),
+        ("--task.level=[1]", "task.level must be one of"),
+        ("--model.name=/no/such/folder", "is not a folder here"),
+    ],
+)
+def test_dry_run_refuses_what_training_would(
+    config: str, capsys: pytest.CaptureFixture[str], override: str, words: str
+) -> None:
+    assert words in error_of(capsys, "train", config, "--dry-run", override)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_devices_that_are_not_there(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "torch sees no GPU" in error_of(capsys, "train", config, "--model.device=cuda")
+    assert "set it to cpu or cuda" in error_of(capsys, "train", config, "--model.device=gpu")
+
+
+def test_a_folder_that_cannot_be_made(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = error_of(capsys, "train", config, f"--run.folder={config}")
+    assert message.startswith("error: ")
+    assert "Not a directory" in message
 
 
 def test_eval_prints_a_mean_with_its_error(

@@ -102,6 +102,12 @@ def test_overrides_beat_the_file(tmp_path: Path) -> None:
         ({"training": {"betas": [0.9, 1.0]}}, "betas must be two numbers"),
         ({"training": {"mini_batches": 1000}}, "training.mini_batches = 1000 is more than the 256"),
         ({"seed": "x"}, 'seed = "x"'),
+        ({"objective": "grpo"}, "objective is a table: set objective.name"),
+        ({"training": {"learning_rate": float("inf")}}, "training.learning_rate"),
+        ({"training": {"reference_model": "x"}}, "objective.reference_kl_coef above 0"),
+        ({"run": {"name": "../x"}}, "run.name"),
+        ({"run": {"name": ".."}}, "run.name"),
+        ({"run": {"name": ""}}, "run.name"),
     ],
 )
 def test_wrong_values_get_a_sentence(tables: dict[str, Any], words: str) -> None:
@@ -113,8 +119,8 @@ def test_wrong_values_get_a_sentence(tables: dict[str, Any], words: str) -> None
 def test_missing_keys_are_named() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({})
-    assert "model is missing" in str(caught.value)
-    assert "task is missing" in str(caught.value)
+    assert "model.name is missing" in str(caught.value)
+    assert "task.name is missing" in str(caught.value)
 
 
 @pytest.mark.parametrize(

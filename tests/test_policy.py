@@ -13,6 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
@@ -70,6 +72,14 @@ def test_other_architectures_sample_and_train(kind: str, tmp_path: Path) -> None
     # engine and trainer compute the same distribution by different ways through the model
     assert max(line["one_minus_ess"] for line in result.metrics) < 1e-8
     assert result.metrics[-1]["steps/skipped"] == 0
+
+
+def test_recurrent_models_are_refused(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, state_size=4)
+    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    build_tokenizer().save_pretrained(tmp_path / "mamba")
+    with pytest.raises(ConfigError, match="keeps a recurrent state"):
+        Policy.load(str(tmp_path / "mamba"))
 
 
 def test_chat_template_is_used_where_there_is_one(tiny_folder: Path, tmp_path: Path) -> None:

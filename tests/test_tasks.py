@@ -85,6 +85,14 @@ def test_files_are_read_and_every_epoch_is_a_new_order(tmp_path: Path, name: str
         ("no idea", "5", 0.0),
         (r"\boxed{7", "7", 1.0),
         ("x = y", "x=y", 1.0),
+        (r"\boxed{35}", "3,5", 0.0),
+        (r"\boxed{1 2}", "12", 0.0),
+        (r"\boxed{12,345}", "12345", 1.0),
+        (r"\boxed{\dfrac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{.5}", "1/2", 1.0),
+        ("10-7", "7", 1.0),
+        ("9" * 5000, "9" * 5000, 1.0),
+        ("9" * 5000, "9" * 4999, 0.0),
     ],
 )
 def test_final_answers(completion: str, answer: str, reward: float, tmp_path: Path) -> None:
@@ -98,9 +106,19 @@ def test_final_answer_of_a_hostile_text_is_quick() -> None:
     assert final_answer("1" * 100_000) == "1" * 100_000
 
 
+def test_rows_without_an_id_of_their_own_are_told_apart(tmp_path: Path) -> None:
+    row = {"problem": "p", "answer": "1"}
+    rows: list[dict[str, object]] = [row | {"id": None}, row | {"id": "a"}, row | {"id": "a"}, row]
+    task = FileTask(path=str(write_rows(tmp_path / "a.jsonl", rows)), shuffle=False)
+    assert [task.prompt(i).id for i in range(4)] == ["0#0", "a#0", "a@2#0", "3#0"]
+
+
 @pytest.mark.parametrize(
     ("content", "name", "words"),
     [
+        ('{"problem": null, "answer": "1"}\n', "a.jsonl", "'problem' = None: give text"),
+        ('{"problem": "p", "answer": ["1"]}\n', "a.jsonl", "give text or a number"),
+        ("no gzip", "a.jsonl.gz", "can't be read"),
         ("", "a.jsonl", "has no rows"),
         ('{"problem": "p"}\n', "a.jsonl", "Row 1 .* has no field 'answer'"),
         ("{broken\n", "a.jsonl", "Line 1 .* is not JSON"),

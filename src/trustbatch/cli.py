@@ -8,20 +8,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from trustbatch import __version__
 from trustbatch.errors import ConfigError, TrustbatchError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; an error a user can act on is printed without a traceback."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
-    except TrustbatchError as error:
+        return _run(words)
+    except (TrustbatchError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, style="red")
         return 2
     except KeyboardInterrupt:
-        Console(stderr=True).print(
-            "\nStopped. The same command continues from the last checkpoint."
-        )
+        again = " The same command continues from the last checkpoint." if "train" in words else ""
+        Console(stderr=True).print(f"\nStopped.{again}")
         return 130
 
 
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trustbatch", description="RL on language models with measured trust in each batch."
     )
+    parser.add_argument("--version", action="version", version=f"trustbatch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser(
         "train",
@@ -60,24 +62,24 @@ def _parser() -> argparse.ArgumentParser:
     evaluation = commands.add_parser("eval", help="mean reward of a model on a task")
     evaluation.add_argument("model", help="local folder or hub name")
     evaluation.add_argument("--task", default="arithmetic", help="arithmetic, or a .jsonl/.parquet")
-    evaluation.add_argument("--prompts", type=_at_least_one, default=256)
-    evaluation.add_argument("--samples", type=_at_least_one, default=4)
-    evaluation.add_argument("--max-tokens", type=_at_least_one, default=256)
-    evaluation.add_argument("--temperature", type=_not_negative, default=1.0)
+    evaluation.add_argument("--prompts", type=_at_least_one, default=256, help="default 256")
+    evaluation.add_argument("--samples", type=_at_least_one, default=4, help="of each, default 4")
+    evaluation.add_argument("--max-tokens", type=_at_least_one, help="256 where the model allows")
+    evaluation.add_argument("--temperature", type=_not_negative, default=1.0, help="0 is greedy")
     evaluation.add_argument("--seed", type=int, default=0)
     quickstart = commands.add_parser(
         "quickstart", help="a few minutes on a CPU: tiny model, P3O beside GRPO, report"
     )
-    quickstart.add_argument("--folder", default="runs/quickstart")
-    quickstart.add_argument("--steps", type=_at_least_one, default=60)
-    quickstart.add_argument("--seed", type=int, default=0)
+    quickstart.add_argument("--folder", default="runs/quickstart", help="where results go")
+    quickstart.add_argument("--steps", type=_at_least_one, default=60, help="of each run")
+    quickstart.add_argument("--seed", type=int, default=0, help="of the model and all runs")
     return parser
 
 
 def _at_least_one(text: str) -> int:
-    number = int(text)
+    number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return number
 
 
@@ -96,10 +98,12 @@ def _train(config_file: str, overrides: list[str], *, dry_run: bool) -> int:
     console = Console(soft_wrap=True)
     config = load_config(config_file, overrides)
     if dry_run:
+        from trustbatch.observe.run_folder import RunFolder
         from trustbatch.plan import describe_plan
         from trustbatch.session import configured_task
 
         configured_task(config)
+        RunFolder(config)  # refuses the folder of another run
         console.print(config.to_toml(), markup=False, highlight=False)
         console.print(describe_plan(config), markup=False, highlight=False)
         return 0
@@ -125,6 +129,8 @@ def _eval(options: argparse.Namespace) -> int:
     from trustbatch.tasks import build_task
     from trustbatch.tasks.file import FileTask
 
+    policy = Policy.load(options.model).freeze()
+    max_tokens = options.max_tokens or min(256, policy.context_length // 2)
     num_prompts = options.prompts
     is_file = options.task.endswith((".jsonl", ".jsonl.gz", ".parquet"))
     try:
@@ -138,11 +144,11 @@ def _eval(options: argparse.Namespace) -> int:
     if isinstance(task, FileTask):
         num_prompts = min(num_prompts, len(task.rows))
     result = evaluate(
-        Policy.load(options.model).freeze(),
+        policy,
         task,
         num_prompts=num_prompts,
         num_samples=options.samples,
-        max_tokens=options.max_tokens,
+        max_tokens=max_tokens,
         temperature=options.temperature,
         seed=options.seed,
     )

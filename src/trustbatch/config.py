@@ -121,7 +121,8 @@ class TrainingConfig(_Table):
 class RunConfig(_Table):
     """[run]: where results go. Nothing here changes what is computed."""
 
-    name: str = "run"
+    name: str = Field(default="run", pattern=r"^[^/\\]*[^/\\.][^/\\]*$")
+    """a plain name, which becomes the folder's"""
     folder: str = "runs"
     checkpoint_every: int = Field(default=50, ge=1)
     """steps between checkpoints; the last step always has one"""
@@ -222,7 +223,7 @@ def load_config(path: Path | str | None = None, overrides: Sequence[str] = ()) -
             raise ConfigError(f"There is no configuration file {str(path)!r}: check the path.")
         try:
             tree = tomllib.loads(file.read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}.") from error
     for override in overrides:
         apply_override(tree, override)
@@ -254,7 +255,9 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(item) for item in error.errors())) from None
+        # a key of several types reports each of them: one sentence a key is enough
+        sentences = {tuple(item["loc"][:2]): _sentence(item) for item in reversed(error.errors())}
+        raise ConfigError("\n".join(reversed(sentences.values()))) from None
 
 
 def _sentence(item: Any) -> str:
@@ -265,7 +268,10 @@ def _sentence(item: Any) -> str:
         close = get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {'.'.join([*location[:-1], close[0]])!r}?" if close else ""
         return f"Unknown key {key!r}: {hint or 'known are ' + ', '.join(known) + '.'}"
+    if item["type"] in ("model_type", "dict_type"):
+        return f"{key} is a table: set {key}.name, or another key of it."
     if item["type"] == "missing":
+        key = f"{key}.name" if key in ("model", "task") else key
         return f"{key} is missing: set it in the file or with --{key}=..."
     message = item["msg"].removeprefix("Value error, ").rstrip(".")
     if item["type"] == "value_error":

@@ -63,13 +63,7 @@ class Policy:
             raise ConfigError(f"model.device = {device!r}, but torch sees no GPU: set it to cpu.")
         if precision == "auto":
             precision = "bfloat16" if device.startswith("cuda") else "float32"
-        if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-            raise ConfigError(f"model.name = {name!r} is not a folder here: check the path.")
-        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-            raise ConfigError(
-                f"model.name = {name!r} is a folder without config.json: give the folder of a "
-                "Hugging Face checkpoint."
-            )
+        _refuse_wrong_folder(name)
         try:
             with quiet_bars(only_if=_is_small(Path(name))):
                 model = _AUTO_MODEL.from_pretrained(
@@ -209,6 +203,7 @@ def _is_small(folder: Path) -> bool:
 
 def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int, Any]:
     """Return the number of parameters and the model's config without loading any weight."""
+    _refuse_wrong_folder(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
@@ -219,6 +214,17 @@ def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int
             f"checkpoint, or a model name on the hub ({_first(error)})."
         ) from error
     return sum(parameter.numel() for parameter in model.parameters()), config
+
+
+def _refuse_wrong_folder(name: str) -> None:
+    folder = Path(name)
+    if name.startswith(("/", ".", "~")) and not folder.is_dir():
+        raise ConfigError(f"model.name = {name!r} is not a folder here: check the path.")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.name = {name!r} is a folder without config.json: give the folder of a Hugging "
+            "Face checkpoint."
+        )
 
 
 def _stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[int, ...]:

@@ -85,8 +85,8 @@ def configured_task(config: Config) -> Task:
     """Build the task that [task] describes."""
     try:
         return build_task(config.task.name, seed=config.seed, **config.task.options)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"[task] can't be used: {error}") from error
 
 
 def _load_checkpoint(config: Config, checkpoint: Path) -> Policy:

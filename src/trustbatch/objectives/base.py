@@ -32,6 +32,14 @@ class Totals:
     num_sequences: Tensor
     moments: dict[str, RatioMoments] = field(default_factory=dict)
 
+    def per_token(self, values: Tensor) -> Tensor:
+        """Return the sum of values divided by the step's number of tokens; 0 if it has none."""
+        return values.sum() / self.num_tokens.clamp(min=1.0).to(values.dtype)
+
+    def per_sequence(self, values: Tensor) -> Tensor:
+        """Return the sum of values divided by the step's number of sequences."""
+        return values.sum() / self.num_sequences.clamp(min=1.0).to(values.dtype)
+
     def __add__(self, other: "Totals") -> "Totals":
         assert self.moments.keys() == other.moments.keys(), "totals of different objectives"
         return Totals(
@@ -99,14 +107,13 @@ class Objective(ABC):
         """
         tokens = self._measurable(batch)
         loss, metrics = self.policy_loss(tokens, totals)
-        per_token = 1.0 / totals.num_tokens.clamp(min=1.0).to(loss.dtype)
         if self.entropy_coef:
             entropy = require(tokens.entropy, "entropy", "entropy_coef")
-            loss = loss - self.entropy_coef * per_token * entropy.sum()
+            loss = loss - self.entropy_coef * totals.per_token(entropy)
         if self.reference_kl_coef:
             reference = require(tokens.reference_logp, "reference_logp", "reference_kl_coef")
             reference_kl = kl_k3(tokens.logp - reference)
-            loss = loss + self.reference_kl_coef * per_token * reference_kl.sum()
+            loss = loss + self.reference_kl_coef * totals.per_token(reference_kl)
             metrics["kl/reference"] = Mean.of(reference_kl)
         metrics |= self._common_metrics(batch, tokens, loss)
         return ObjectiveOutput(loss, metrics, num_tokens=len(tokens))

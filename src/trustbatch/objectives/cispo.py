@@ -27,8 +27,7 @@ class CISPO(Objective):
         """Return the capped score-function loss averaged over the step's tokens."""
         ratio = bounded(tokens.logp.detach() - tokens.behaviour_logp).exp()
         cap = 1.0 + self.clip_high
-        num_tokens = totals.num_tokens.clamp(min=1.0).to(ratio.dtype)
-        loss = -(ratio.clamp(max=cap) * tokens.advantage * tokens.logp).sum() / num_tokens
+        loss = -totals.per_token(ratio.clamp(max=cap) * tokens.advantage * tokens.logp)
         return loss, {
             "ratio/capped_fraction": Mean.of((ratio > cap).float()),
             "weight/cap": Mean.of(ratio.new_full(ratio.shape, cap)),

@@ -42,8 +42,7 @@ class Decoupled(Objective):
             clip_low=self.clip_low,
             clip_high=self.clip_high,
         )
-        num_tokens = totals.num_tokens.clamp(min=1.0).to(surrogate.dtype)
-        loss = -(behaviour_ratio.clamp(max=self.weight_cap) * surrogate).sum() / num_tokens
+        loss = -totals.per_token(behaviour_ratio.clamp(max=self.weight_cap) * surrogate)
         metrics["ratio/capped_fraction"] = Mean.of((behaviour_ratio > self.weight_cap).float())
         metrics["weight/cap"] = Mean.of(surrogate.new_full(surrogate.shape, self.weight_cap))
         return loss, metrics

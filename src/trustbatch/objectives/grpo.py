@@ -34,8 +34,7 @@ class GRPO(Objective):
         surrogate, metrics = clipped_surrogate(
             ratio, tokens.advantage, clip_low=self.clip_low, clip_high=self.clip_high
         )
-        num_tokens = totals.num_tokens.clamp(min=1.0).to(ratio.dtype)
-        return -surrogate.sum() / num_tokens, metrics
+        return -totals.per_token(surrogate), metrics
 
 
 def clipped_surrogate(

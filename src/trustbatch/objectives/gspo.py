@@ -39,5 +39,4 @@ class GSPO(Objective):
         surrogate, metrics = clipped_surrogate(
             sequence_ratio, advantage, clip_low=self.clip_low, clip_high=self.clip_high
         )
-        num_sequences = totals.num_sequences.clamp(min=1.0).to(zeros.dtype)
-        return -surrogate.sum() / num_sequences, metrics
+        return -totals.per_sequence(surrogate), metrics

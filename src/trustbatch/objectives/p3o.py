@@ -71,11 +71,11 @@ class P3O(Objective):
         # 1 - e is taken in float64: near the on-policy limit it is far below float32's resolution
         cap, distrust = ess.to(ratio.dtype), (1.0 - ess).to(ratio.dtype)
         score = -ratio.clamp(max=cap) * tokens.advantage * tokens.logp
-        num_tokens = totals.num_tokens.clamp(min=1.0).to(score.dtype)
-        loss = (score + distrust * kl).sum() / num_tokens
+        loss = totals.per_token(score + distrust * kl)
         return loss, {
             "kl/penalty": Mean.of(kl),
-            "ratio/capped_fraction": Mean.of((ratio > cap).float()),
+            # on-policy the cap is 1 and ratios are 1 up to rounding: that is not cutting
+            "ratio/capped_fraction": Mean.of((ratio > cap * (1.0 + 1e-5)).float()),
             "weight/cap": Mean.of(ess.expand(ratio.shape)),
         }
 

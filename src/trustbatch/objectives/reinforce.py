@@ -19,5 +19,4 @@ class Reinforce(Objective):
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return -(1/N) sum A logp."""
-        num_tokens = totals.num_tokens.clamp(min=1.0).to(tokens.logp.dtype)
-        return -(tokens.advantage * tokens.logp).sum() / num_tokens, {}
+        return -totals.per_token(tokens.advantage * tokens.logp), {}

@@ -1,5 +1,6 @@
 """One line that says how a run is doing."""
 
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -15,6 +16,9 @@ class LiveLine:
 
     def show(self, text: str, *, last: bool = False) -> None:
         """Replace the line; after the `last` text the next output starts below it."""
+        if self.is_live and not last:
+            # a line that wraps could not be taken back
+            text = text[: shutil.get_terminal_size().columns - 1]
         start = "\r\x1b[2K" if self.is_live else ""
         end = "\n" if last or not self.is_live else ""
         self.stream.write(f"{start}{text}{end}")

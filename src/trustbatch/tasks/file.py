@@ -67,6 +67,12 @@ class FileTask:
                     f"Row {number + 1} of {self.path!r} has no field {key!r}: it has "
                     f"{', '.join(row)}; set task.problem_field or task.answer_field."
                 )
+        for key in (self.problem_field, self.answer_field):
+            if isinstance(row[key], bool) or not isinstance(row[key], str | int | float):
+                raise ValueError(
+                    f"Row {number + 1} of {self.path!r} has {key!r} = {row[key]!r}: give text or a "
+                    "number."
+                )
         return Prompt(
             id=str(number if row.get("id") is None else row["id"]),
             text=self.template.replace("{problem}", str(row[self.problem_field])),

@@ -1,0 +1,262 @@
+"""Every setting of a run reaches the code that it is meant for."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trustbatch
+from trustbatch.advantages import ADVANTAGES
+from trustbatch.config import AdvantageConfig, Config, parse_config
+from trustbatch.errors import CheckpointError, ConfigError, DivergedError, RewardError
+from trustbatch.loops.sync import train_sync
+from trustbatch.observe.progress import Progress
+from trustbatch.rollout import sampling
+from trustbatch.session import Session, open_session
+from trustbatch.training.logprobs import EntropyUse, _entropy
+from trustbatch.training.optimiser import build_adamw, learning_rate_factor
+from trustbatch.types import Prompt
+
+
+def config_of(tiny_folder: Path, folder: Path, **tables: Any) -> Config:
+    base: dict[str, Any] = {
+        "model": {"name": str(tiny_folder)},
+        "task": {"name": "arithmetic", "level": 1},
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 3, "max_tokens": 3},
+        "training": {"steps": 4, "learning_rate": 1e-3},
+        "run": {"folder": str(folder)},
+    }
+    for name, table in tables.items():
+        base[name] = {**base[name], **table} if name in base else table
+    return parse_config(base)
+
+
+def run(session: Session) -> dict[str, float]:
+    try:
+        return train_sync(session, Progress("run", session.config.training.steps))
+    finally:
+        session.run.close()
+
+
+def test_rollout_settings_reach_the_engine(tiny_folder: Path, tmp_path: Path) -> None:
+    settings = {
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "top_k": 5,
+        "top_logprobs": 3,
+        "logprob_mode": "raw",
+        "max_tokens": 2,
+    }
+    session = open_session(config_of(tiny_folder, tmp_path, rollout=settings, seed=5))
+    for name, value in settings.items():
+        assert getattr(session.sampling, name) == value
+    assert session.sampling.stop_token_ids == session.policy.stop_token_ids
+    assert session.engine.seed == session.trainer.seed == 5  # type: ignore[attr-defined]
+    session.run.close()
+
+
+def test_training_settings_reach_the_trainer(tiny_folder: Path, tmp_path: Path) -> None:
+    session = open_session(
+        config_of(
+            tiny_folder,
+            tmp_path,
+            training={"policy_temperature": "rollout", "weight_decay": 0.3, "betas": [0.5, 0.6]},
+            rollout={"temperature": 0.7, "max_sequences": 7},
+            objective={"name": "grpo", "reference_kl_coef": 0.1},
+        )
+    )
+    trainer = session.trainer
+    assert trainer.policy_temperature == 0.7
+    assert trainer.reference is not None
+    assert trainer.reference.model is not trainer.policy.model
+    group = trainer.optimiser.param_groups[0]
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.3)
+    assert session.engine.max_sequences == 7  # type: ignore[attr-defined]
+    session.run.close()
+
+
+def test_the_schedule_reaches_the_optimiser(tiny_folder: Path, tmp_path: Path) -> None:
+    settings = {"steps": 5, "warmup_fraction": 0.4, "learning_rate": 0.01}
+    session = open_session(config_of(tiny_folder, tmp_path, training=settings))
+    seen: list[float] = []
+    step = session.trainer.optimiser.step
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        seen.append(session.trainer.optimiser.param_groups[0]["lr"])
+        return step(*args, **kwargs)
+
+    session.trainer.optimiser.step = recording  # type: ignore[method-assign]
+    run(session)
+    expected = [
+        0.01 * learning_rate_factor(i, 5, warmup_fraction=0.4, schedule="cosine") for i in range(5)
+    ]
+    assert seen == pytest.approx(expected)
+    assert len(set(seen)) > 2
+
+
+def test_adamw_by_hand() -> None:
+    # first step: m = 0.1 g, v = 0.05 g^2, both divided by the same factors again: w moves by
+    # lr * (sign(g) + decay * w)
+    parameter = torch.nn.Parameter(torch.tensor([2.0, -3.0]))
+    optimiser = build_adamw([parameter], betas=(0.9, 0.95), weight_decay=0.01)
+    optimiser.param_groups[0]["lr"] = 0.1
+    parameter.grad = torch.tensor([5.0, -7.0])
+    optimiser.step()
+    expected = torch.tensor([2.0 - 0.1 * (1 + 0.02), -3.0 - 0.1 * (-1 - 0.03)])
+    torch.testing.assert_close(parameter.data, expected)
+
+
+@pytest.mark.parametrize("name", ["group_centred", "leave_one_out"])
+def test_the_named_advantage_is_used(name: str, tiny_folder: Path, tmp_path: Path) -> None:
+    class Lengths:
+        name = "lengths"
+
+        def prompt(self, index: int) -> Prompt:
+            return Prompt(id=str(index), text="1+1=", answer="")
+
+        def grade(self, prompt: Prompt, completion: str) -> float:
+            return float(sum(map(ord, completion)))
+
+    config = config_of(tiny_folder, tmp_path, advantage={"name": name})
+    session = open_session(config, Lengths())
+    run(session)
+    lines = (tmp_path / "run" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    rewards = torch.tensor([row["reward"] for row in rows]).reshape(2, 3)
+    expected = ADVANTAGES[name](rewards).flatten().tolist()
+    assert [row["advantage"] for row in rows] == pytest.approx(expected)
+    assert any(expected)
+
+
+def test_advantage_names_are_those_of_the_functions() -> None:
+    annotation: Any = AdvantageConfig.model_fields["name"].annotation
+    assert set(annotation.__args__) == set(ADVANTAGES)
+    assert AdvantageConfig(epsilon=0.5).options == {"epsilon": 0.5}
+
+
+def test_a_position_has_its_own_random_number(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    positions: list[int] = []
+    original = sampling.uniforms
+
+    def recording(keys: torch.Tensor, position: int) -> torch.Tensor:
+        positions.append(position)
+        return original(keys, position)
+
+    monkeypatch.setattr(sampling, "uniforms", recording)
+    session = open_session(config_of(tiny_folder, tmp_path, training={"steps": 1}))
+    run(session)
+    assert positions == list(range(len(positions)))
+    assert len(positions) > 1
+
+
+def test_a_model_table_can_be_given_from_python(tiny_folder: Path, tmp_path: Path) -> None:
+    result = trustbatch.train(
+        model={"name": str(tiny_folder), "device": "cpu", "precision": "bfloat16"},
+        task="arithmetic",
+        rollout={"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 3},
+        training={"steps": 1},
+        run={"folder": str(tmp_path)},
+    )
+    assert 'precision = "bfloat16"' in (result.folder / "config.toml").read_text()
+    # low precision shows: engine and trainer round differently
+    assert result.metrics[0]["one_minus_ess"] < 1e-2
+
+
+def test_a_grader_that_raises_is_named_with_its_prompt(tiny_folder: Path, tmp_path: Path) -> None:
+    class Broken:
+        name = "broken"
+
+        def prompt(self, index: int) -> Prompt:
+            return Prompt(id=f"p{index}", text="1+1=", answer="")
+
+        def grade(self, prompt: Prompt, completion: str) -> float:
+            return 1 / 0
+
+    session = open_session(config_of(tiny_folder, tmp_path), Broken())
+    with pytest.raises(RewardError, match="task broken failed on prompt 'p0' with ZeroDivision"):
+        run(session)
+
+
+def test_a_diverged_policy_ends_in_a_sentence(tiny_folder: Path, tmp_path: Path) -> None:
+    session = open_session(config_of(tiny_folder, tmp_path))
+    with torch.no_grad():
+        next(session.policy.model.parameters()).fill_(math.nan)
+    with pytest.raises(DivergedError, match="lower"):
+        run(session)
+
+
+def test_two_processes_do_not_share_a_run_folder(tiny_folder: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_folder, tmp_path)
+    session = open_session(config)
+    with pytest.raises(ConfigError, match="Another process is training in"):
+        open_session(config)
+    session.run.close()
+    run(open_session(config))
+
+
+def test_a_start_that_failed_binds_nobody(tiny_folder: Path, tmp_path: Path) -> None:
+    session = open_session(config_of(tiny_folder, tmp_path, rollout={"max_tokens": 127}))
+    with pytest.raises(ConfigError, match="lower max_tokens"):
+        run(session)
+    run(open_session(config_of(tiny_folder, tmp_path, rollout={"max_tokens": 3})))
+
+
+def test_micro_batch_trust_fixes_the_division_of_work(tiny_folder: Path, tmp_path: Path) -> None:
+    objective = {"name": "p3o", "ess_scope": "micro_batch"}
+    run(open_session(config_of(tiny_folder, tmp_path, objective=objective)))
+    changed = config_of(
+        tiny_folder, tmp_path, objective=objective, training={"micro_batch_tokens": 64}
+    )
+    with pytest.raises(ConfigError, match=r"training\.micro_batch_tokens was 4096, now 64"):
+        open_session(changed)
+
+
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "config.json", "trainer_state.json", "pending_rollouts.jsonl"]
+)
+def test_any_damaged_file_of_a_checkpoint_is_named(
+    tiny_folder: Path, tmp_path: Path, file: str
+) -> None:
+    config = config_of(tiny_folder, tmp_path, rollout={"lag": 1}, run={"checkpoint_every": 3})
+    run(open_session(config))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    # the newest one has no rollouts waiting: look at the one before it
+    (checkpoints / "step-4").rename(checkpoints / ".gone")
+    damaged = checkpoints / "step-3" / file
+    damaged.write_bytes(damaged.read_bytes()[: max(damaged.stat().st_size // 2, 1)])
+    with pytest.raises(CheckpointError, match="step-3 is damaged"):
+        open_session(config)
+
+
+def test_a_cut_config_file_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_folder, tmp_path)
+    run(open_session(config))
+    (tmp_path / "run" / "config.toml").write_text("[model\n")
+    with pytest.raises(ConfigError, match=r"config\.toml can't be read"):
+        open_session(config)
+
+
+def test_entropy_of_a_policy_that_excludes_a_token() -> None:
+    logits = torch.tensor([[0.0, 0.0, -math.inf]], requires_grad=True)
+    entropy = _entropy(logits, logits.logsumexp(-1), EntropyUse.LEARNED)
+    assert entropy is not None
+    assert float(entropy.detach()) == pytest.approx(math.log(2))
+    entropy.sum().backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+
+
+def test_published_generation_configs_can_be_saved(tiny_folder: Path, tmp_path: Path) -> None:
+    from trustbatch.policy import Policy
+
+    policy = Policy.load(str(tiny_folder))
+    policy.model.generation_config.temperature = 0.6
+    policy.model.generation_config.do_sample = False
+    again = Policy(policy.model, policy.tokenizer, name="x", precision="float32")
+    again.save(tmp_path / "saved")
+    assert Policy.load(str(tmp_path / "saved")).model.generation_config.temperature == 0.6
