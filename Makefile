@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # waiting threads must not take the cores from each other; see src/trustbatch/__init__.py
-export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: quickstart test test-fast check format benchmark clean
 
