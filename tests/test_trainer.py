@@ -371,24 +371,37 @@ def test_learning_rate_warms_up_and_decays() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("always_share")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_training_step_on_a_gpu(tiny_folder: Path) -> None:
-    policy = Policy.load(str(tiny_folder), device="cuda")
-    sampling = SamplingParams(max_tokens=9, stop_token_ids=policy.stop_token_ids, top_logprobs=6)
-    request = GenerationRequest(
-        prompt_id="p",
-        token_ids=tuple(policy.tokenizer.encode("12+34=")),
-        num_samples=8,
-        sampling=sampling,
-    )
-    completions = NativeEngine(policy, seed=0).generate([request])
-    sequences = [
-        TrainSequence(
-            prompt_token_ids=request.token_ids, completion=c, advantage=math.sin(c.sample)
+    norms = []
+    for share_prompts in (True, False):
+        policy = Policy.load(str(tiny_folder), device="cuda")
+        sampling = SamplingParams(
+            max_tokens=9, stop_token_ids=policy.stop_token_ids, top_logprobs=6
         )
-        for c in completions
-    ]
-    metrics = make_trainer(policy, "p3o", {"kl": "top_k"}).train(sequences)
-    assert policy.precision == "bfloat16"
-    assert metrics["one_minus_ess"] < 1e-2
-    assert metrics["steps/skipped"] == 0
+        requests = [
+            GenerationRequest(
+                prompt_id=text,
+                token_ids=tuple(policy.tokenizer.encode(text)),
+                num_samples=8,
+                sampling=sampling,
+            )
+            for text in ("12+34=", "7=")
+        ]
+        completions = NativeEngine(policy, seed=0).generate(requests)
+        sequences = [
+            TrainSequence(
+                prompt_token_ids=requests[number // 8].token_ids,
+                completion=completion,
+                advantage=math.sin(number),
+            )
+            for number, completion in enumerate(completions)
+        ]
+        trainer = make_trainer(policy, "p3o", {"kl": "top_k"}, share_prompts=share_prompts)
+        metrics = trainer.train(sequences)
+        assert policy.precision == "bfloat16"
+        assert metrics["one_minus_ess"] < 1e-3
+        assert metrics["steps/skipped"] == 0
+        norms.append(metrics["gradient/norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=0.02)
