@@ -15,6 +15,8 @@ from trustbatch.training.checkpoint import damaged, list_checkpoints, restore
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup, SamplingParams
 
+ENGINES = {"native": NativeEngine}
+
 
 @dataclass(kw_only=True)
 class Session:
@@ -65,7 +67,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     if checkpoints:
         resumed = restore(checkpoints[-1], trainer)
         step, pending = resumed.step, deque(resumed.pending)
-    engine = NativeEngine(
+    engine = ENGINES[config.rollout.engine](
         policy, seed=config.seed, version=step, max_sequences=config.rollout.max_sequences
     )
     run.start(step)

@@ -98,10 +98,7 @@ def notes(run: Run) -> list[str]:
         found.append("no steps recorded")
     elif planned is not None and run.steps_done < planned:
         found.append(f"unfinished: {run.steps_done} of {planned} steps")
-    for key, what in (
-        ("tokens/nonfinite", "non-finite tokens"),
-        ("steps/skipped", "skipped steps"),
-    ):
+    for key, what in _WARNING_COUNTS.items():
         steps, values = run.series(key)
         bad = [index for index, value in enumerate(values) if value != 0]
         if bad:
