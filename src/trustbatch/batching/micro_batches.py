@@ -14,7 +14,7 @@ from torch import Tensor
 from trustbatch.padding import pad_left
 from trustbatch.types import TrainSequence
 
-WORTH_SHARING = 2 / 3
+WORTH_SHARING = 0.9
 """prompts are shared if that leaves at most this part of the tokens to compute"""
 LONGEST_SHARED = 1024
 """longer sequences stay plain: a shared prompt needs an explicit [response, sequence] mask"""
