@@ -62,7 +62,9 @@ def quickstart(
     model = folder / f"tiny-model-{seed}"
     if not model.is_dir():
         say("Warm start: teaching a 0.3M-parameter model two-digit sums, then mostly wrong ones.")
-        warm_start(model, seed=seed, progress=LiveLine().show)
+        line = LiveLine()
+        warm_start(model, seed=seed, progress=line.show)
+        line.show(f"The model is in {model}.", last=True)
     start = _evaluate(model)
     say(f"The model answers {start.mean_reward:.0%} of samples correctly. Training it 8 ways.")
     rows = []
