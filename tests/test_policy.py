@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import (
     AutoTokenizer,
+    BertConfig,
+    BertLMHeadModel,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -80,6 +82,16 @@ def test_recurrent_models_are_refused(tmp_path: Path) -> None:
     build_tokenizer().save_pretrained(tmp_path / "mamba")
     with pytest.raises(ConfigError, match="keeps a recurrent state"):
         Policy.load(str(tmp_path / "mamba"))
+
+
+def test_encoders_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"}
+    model = BertLMHeadModel(BertConfig(**shape, initializer_range=0.5))
+    model.save_pretrained(tmp_path / "bert")
+    build_tokenizer().save_pretrained(tmp_path / "bert")
+    with pytest.raises(ConfigError, match="looks at tokens that come later"):
+        Policy.load(str(tmp_path / "bert"))
 
 
 def test_chat_template_is_used_where_there_is_one(tiny_folder: Path, tmp_path: Path) -> None:

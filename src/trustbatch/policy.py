@@ -84,6 +84,7 @@ class Policy:
             raise ConfigError(
                 f"model.device = {device!r} can't be used ({_first(error)}): set it to cpu or cuda."
             ) from error
+        _refuse_bidirectional(model, name)
         return cls(model, tokenizer, name=name, precision=precision)
 
     @property
@@ -238,6 +239,18 @@ def _stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -
             "stop: set eos_token in its tokenizer_config.json."
         )
     return tuple(found)
+
+
+@torch.no_grad()
+def _refuse_bidirectional(model: Any, name: str) -> None:
+    """Look whether a later token changes what was predicted before it."""
+    rows = torch.tensor([[2, 3, 4], [2, 3, 5]], device=next(model.parameters()).device)
+    first, second = model.eval()(input_ids=rows, use_cache=False).logits[:, :2].float()
+    if not torch.allclose(first, second, rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise ConfigError(
+            f"{name!r} ({model.config.model_type}) looks at tokens that come later, so it can't be "
+            "sampled from: choose a decoder-only model."
+        )
 
 
 def _refuse_state_space(model: Any, name: str) -> None:
