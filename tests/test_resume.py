@@ -155,6 +155,7 @@ def test_a_checkpoint_cut_short_while_writing_is_ignored(tiny_folder: Path, tmp_
     result = small_run(tiny_folder, tmp_path)
     checkpoints = result.folder / "checkpoints"
     (checkpoints / "step-4").rename(checkpoints / ".writing-step-4")
+    (checkpoints / ".deleting-step-1").mkdir()
     with (result.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')
     again = small_run(tiny_folder, tmp_path)

@@ -263,6 +263,26 @@ def test_nan_behaviour_logp_is_dropped_and_counted(
     assert torch.isfinite(parameters(policy)).all()
 
 
+def test_a_nan_among_the_top_tokens_leaves_the_totals_too(
+    policy: Policy, sequences: list[TrainSequence]
+) -> None:
+    longest = max(sequences, key=lambda sequence: sequence.num_tokens)
+    top = longest.completion.behaviour_top_logp
+    assert top is not None
+    top[0, 2] = math.nan
+    top[1, 5] = -math.inf  # outside the support: no fault
+    results = []
+    for micro_batch_tokens in (10**6, 40):
+        trainer = make_trainer(
+            copy.deepcopy(policy), "p3o", {"kl": "top_k"}, micro_batch_tokens=micro_batch_tokens
+        )
+        results.append(trainer.train(sequences))
+    whole, divided = results
+    assert whole["tokens/nonfinite"] == divided["tokens/nonfinite"] == 1
+    assert divided["policy/loss"] == pytest.approx(whole["policy/loss"], rel=1e-4)
+    assert divided["gradient/norm"] == pytest.approx(whole["gradient/norm"], rel=1e-4)
+
+
 def test_a_token_that_the_policy_excludes_leaves_the_totals(
     policy: Policy, sequences: list[TrainSequence], monkeypatch: pytest.MonkeyPatch
 ) -> None:

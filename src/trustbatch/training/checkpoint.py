@@ -47,7 +47,8 @@ def save_checkpoint(
     """Write `folder/step-N` atomically, then delete all but the newest `keep` checkpoints."""
     final = folder / f"step-{step}"
     partial = folder / f".writing-step-{step}"
-    shutil.rmtree(partial, ignore_errors=True)
+    for leftover in folder.glob(".*-step-*"):  # of a process killed while it wrote or deleted
+        shutil.rmtree(leftover)
     partial.mkdir(parents=True)
     trainer.policy.save(partial)
     save_file(_optimiser_tensors(trainer), partial / OPTIMISER_FILE)

@@ -167,7 +167,7 @@ class Trainer:
             reference_logp=part.reference_logp,
             entropy=entropy,
             top_logp=top_logp,
-            behaviour_top_logp=batch.behaviour_top_logp if top_logp is not None else None,
+            behaviour_top_logp=batch.behaviour_top_logp if self.objective.needs_top_logp else None,
             proximal_top_logp=proximal.top_logp if proximal and top_logp is not None else None,
         )
 
