@@ -23,3 +23,15 @@ class RolloutEngine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over the policy's parameters as the given version."""
         ...
+
+    def sleep(self) -> None:
+        """Give back the memory that is needed for generating only; `wake` takes it again."""
+        ...
+
+    def wake(self) -> None:
+        """Get ready to generate after `sleep`; the weights are those of `version`."""
+        ...
+
+    def close(self) -> None:
+        """End for good, with every process and file that belongs to the engine."""
+        ...

@@ -55,6 +55,15 @@ class NativeEngine:
                 own[name].copy_(tensor)
         self._version = version
 
+    def sleep(self) -> None:
+        """Nothing is kept between two calls of `generate`."""
+
+    def wake(self) -> None:
+        """Nothing was given back."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Draw all samples, as many sequences at a time as `max_sequences` allows."""
