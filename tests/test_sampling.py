@@ -5,7 +5,15 @@ import pytest
 import torch
 from scipy import stats
 
-from trustbatch.rollout.sampling import draw, sample_key, sampling_logprobs, uniforms
+from trustbatch.errors import DivergedError
+from trustbatch.rollout.sampling import (
+    draw,
+    refuse_divergence,
+    sample_key,
+    sampling_logprobs,
+    uniforms,
+)
+from trustbatch.rollout.vocabulary import VocabularyBlocks
 from trustbatch.types import SamplingParams
 
 
@@ -152,8 +160,46 @@ def test_top_logprobs_are_the_most_likely_tokens_of_the_distribution_drawn_from(
     everything = sampling_logprobs(logits, options)
     assert drawn.top_logp is not None
     assert drawn.top_token_ids is not None
-    assert torch.equal(drawn.top_logp, everything.gather(-1, drawn.top_token_ids))
-    assert torch.equal(drawn.top_logp, everything.sort(-1, descending=True).values[:, :3])
+    torch.testing.assert_close(drawn.top_logp, everything.gather(-1, drawn.top_token_ids))
+    torch.testing.assert_close(drawn.top_logp, everything.sort(-1, descending=True).values[:, :3])
     many = draw(logits, keys(10), 0, params(top_logprobs=100))
     assert many.top_logp is not None
     assert many.top_logp.shape == (10, 7)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 128, 129, 300, 1024])
+def test_blocks_of_the_vocabulary_invert_the_whole_cumulative_distribution(num_tokens: int) -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(400, num_tokens) * 4
+    logits[::3, : num_tokens // 2] = -torch.inf
+    uniform = torch.rand(400, dtype=torch.float64)
+    uniform[:40] = 0.0
+    uniform[40:80] = 1 - 2.0**-52
+    found = VocabularyBlocks(logits, 0.7).invert(uniform)
+    cumulative = (logits.double() / 0.7).softmax(-1).cumsum(-1)
+    before = cumulative.gather(-1, (found - 1).clamp_min(0)[:, None]).squeeze(-1)
+    after = cumulative.gather(-1, found[:, None]).squeeze(-1)
+    assert bool((logits.gather(-1, found[:, None]) > -torch.inf).all())
+    assert bool(((found == 0) | (before <= uniform + 1e-6)).all())
+    assert bool((after >= uniform - 1e-6).all())
+
+
+@pytest.mark.parametrize("num_tokens", [20, 129, 1000])
+def test_blocks_of_the_vocabulary_find_the_most_likely_tokens(num_tokens: int) -> None:
+    torch.manual_seed(4)
+    logits = torch.randn(50, num_tokens)
+    logits[::2, 3:] = -torch.inf  # fewer possible tokens than asked for
+    token_ids, logp = VocabularyBlocks(logits, 1.3).top(16)
+    expected = (logits / 1.3).log_softmax(-1)
+    torch.testing.assert_close(logp, expected.topk(16).values)
+    torch.testing.assert_close(logp, expected.gather(-1, token_ids))
+    assert all(len(set(row)) == 16 and max(row) < num_tokens for row in token_ids.tolist())
+
+
+def test_logits_that_are_not_finite_are_refused_where_they_are_read() -> None:
+    logits = torch.tensor([[0.0, torch.nan, 1.0], [0.0, 1.0, 2.0]])
+    drawn = draw(logits, keys(2), 0, params(top_logprobs=2))
+    assert 0 <= int(drawn.token_ids.min()) <= int(drawn.token_ids.max()) < 3
+    refuse_divergence(drawn.logp[1:])
+    with pytest.raises(DivergedError, match=r"training\.learning_rate"):
+        refuse_divergence(drawn.logp)

@@ -28,3 +28,7 @@ class CheckpointError(TrustbatchError):
 
 class DivergedError(TrustbatchError):
     """Training produced non-finite gradients and was stopped before it could do harm."""
+
+
+class EngineError(TrustbatchError):
+    """An engine died, did not answer in time, or ran out of memory."""

@@ -1,4 +1,4 @@
-"""Prompts of unequal length side by side: on the left, so that all of them end together."""
+"""Prompts of unequal length side by side."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def pad_left(prompts: Sequence[tuple[int, ...]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+def pad_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Return prompts as rows that end together [P, Lp], and a mask with 1 for their tokens."""
     rows = [torch.tensor(prompt) for prompt in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(
@@ -15,6 +15,12 @@ def pad_left(prompts: Sequence[tuple[int, ...]], pad_token_id: int) -> tuple[Ten
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     from_end = ids.shape[1] - torch.arange(ids.shape[1])
     return ids, (from_end[None, :] <= lengths[:, None]).long()
+
+
+def pad_right(prompts: Sequence[Sequence[int]], pad_token_id: int) -> Tensor:
+    """Return prompts as rows that begin together [P, L]."""
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
 
 
 def positions_of(mask: Tensor) -> Tensor:

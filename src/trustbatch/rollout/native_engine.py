@@ -1,15 +1,19 @@
-"""The native engine: batched sampling with a KV cache on the trainer's own parameters."""
+"""The native engine: continuous batching on the trainer's own parameters, in this process."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from trustbatch.padding import pad_left, positions_of
+from trustbatch.errors import ConfigError, EngineError
 from trustbatch.policy import Policy
-from trustbatch.rollout.sampling import Draw, draw, sample_key
+from trustbatch.rollout.native.architecture import read_architecture
+from trustbatch.rollout.native.batch import Row, RunningBatch
+from trustbatch.rollout.native.cache import CacheFullError
+from trustbatch.rollout.native.decoder import Decoder, LlamaDecoder
+from trustbatch.rollout.native.portable_decoder import PortableDecoder
+from trustbatch.rollout.sampling import Draw, refuse_divergence, sample_key
 from trustbatch.types import (
     Completion,
     FinishReason,
@@ -18,29 +22,32 @@ from trustbatch.types import (
     SamplingParams,
 )
 
-COMPACT_BELOW = 0.75
-"""finished rows leave the batch once less than this share of it is still running"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One sample to be drawn: where its result belongs and what it continues."""
-
-    slot: int
-    request: GenerationRequest
-    sample: int
+REFILL_BELOW = 0.75
+"""rows leave and others enter once less than this share of the batch is still running"""
+PREFILL_TOKENS = 16384
+"""prompt tokens, padding included, in one forward pass"""
 
 
 class NativeEngine:
-    """Samples in this process, from the very parameters that are trained: nothing is copied."""
+    """Samples from the very parameters that are trained, in the policy's precision or in FP8."""
 
     def __init__(
-        self, policy: Policy, *, seed: int, version: int = 0, max_sequences: int = 512
+        self,
+        policy: Policy,
+        *,
+        seed: int,
+        version: int = 0,
+        max_sequences: int = 512,
+        precision: str = "auto",
     ) -> None:
         self.policy = policy
         self.seed = seed
         self.max_sequences = max_sequences
+        self.precision = policy.precision if precision == "auto" else precision
         self._version = version
+        self._batch = RunningBatch(
+            self._build_decoder(), max_rows=max_sequences, device=policy.device
+        )
 
     @property
     def version(self) -> int:
@@ -56,181 +63,222 @@ class NativeEngine:
         self._version = version
 
     def sleep(self) -> None:
-        """Nothing is kept between two calls of `generate`."""
+        """Give back the cache of keys and values, and the recorded graphs."""
+        self._batch.forget()
 
     def wake(self) -> None:
-        """Nothing was given back."""
+        """Nothing to do: the cache grows by need."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Give all memory back."""
+        self.sleep()
 
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Draw all samples, as many sequences at a time as `max_sequences` allows."""
-        slots = ((request, sample) for request in requests for sample in range(request.num_samples))
-        by_sampling: dict[SamplingParams, list[_Row]] = {}
-        for slot, (request, sample) in enumerate(slots):
-            by_sampling.setdefault(request.sampling, []).append(_Row(slot, request, sample))
-        completions: dict[int, Completion] = {}
-        for sampling, rows in by_sampling.items():
-            rows.sort(key=lambda row: (len(row.request.token_ids), row.slot))
+        groups: dict[SamplingParams, list[list[Row]]] = {}
+        num_slots = 0
+        for request in requests:
+            self._refuse_too_long(request)
+            rows = [
+                Row(num_slots + sample, request, sample, self._key(request, sample))
+                for sample in range(request.num_samples)
+            ]
+            num_slots += len(rows)
+            of_sampling = groups.setdefault(request.sampling, [])
             for start in range(0, len(rows), self.max_sequences):
-                chunk = rows[start : start + self.max_sequences]
-                drawn = _Recorder(len(chunk), sampling)
-                self._decode(chunk, sampling, drawn)
-                for row, completion in zip(
-                    chunk, self._completions(chunk, sampling, drawn), strict=True
-                ):
-                    completions[row.slot] = completion
-        return [completions[slot] for slot in range(len(completions))]
+                of_sampling.append(rows[start : start + self.max_sequences])
+        self._batch.decoder.refresh()
+        completions: dict[int, Completion] = {}
+        for sampling, waiting in groups.items():
+            drawn = self._draw(deque(waiting), sampling)
+            rows = [row for group in waiting for row in group]
+            completions |= self._completions(rows, sampling, drawn)
+        return [completions[slot] for slot in range(num_slots)]
 
-    def _decode(self, rows: list[_Row], sampling: SamplingParams, drawn: "_Recorder") -> None:
-        """Draw tokens for all rows until each has stopped or has max_tokens."""
-        device = self.policy.device
-        keys = [
-            sample_key(self.seed, self._version, row.request.prompt_id, row.sample) for row in rows
-        ]
-        key = torch.tensor(keys, device=device)
-        stops = torch.tensor(sampling.stop_token_ids, device=device)
-        batch = self._prefill(rows)
-        index = torch.arange(len(rows), device=device)
-        running = torch.ones(len(rows), dtype=torch.bool, device=device)
-        for position in range(sampling.max_tokens):
-            token = draw(batch.logits, key[index], position, sampling)
-            drawn.record(index, running, token)
-            running = running & ~torch.isin(token.token_ids, stops)
-            num_running = int(running.sum())
-            if num_running == 0 or position + 1 == sampling.max_tokens:
-                return
-            next_ids = token.token_ids
-            if num_running < COMPACT_BELOW * len(running):
-                kept = running.nonzero().squeeze(-1)
-                batch.keep(kept)
-                index, next_ids, running = index[kept], next_ids[kept], running[kept]
-            batch.advance(self.policy, next_ids)
+    def _draw(self, waiting: deque[list[Row]], sampling: SamplingParams) -> dict[int, Draw]:
+        """Keep the batch full until every row has a stop token or max_tokens; results by slot."""
+        batch = self._batch
+        ledger = _Ledger(sampling)
+        while waiting or batch.rows:
+            try:
+                if waiting and (not batch.rows or batch.decoder.joins_running):
+                    self._admit(waiting, sampling, ledger)
+                drawn = batch.advance(ledger.num_left(batch.rows), sampling)
+                ledger.add(batch.rows, drawn)
+            except CacheFullError as error:
+                self._send_back(waiting, ledger, error)
+            except BaseException:
+                batch.forget()  # rows of a broken call must not run on in the next
+                raise
+            running = [n for n, row in enumerate(batch.rows) if not ledger.has_ended(row)]
+            if len(running) < REFILL_BELOW * len(batch.rows) or not running:
+                batch.keep(running)
+        return ledger.by_slot()
 
-    def _prefill(self, rows: list[_Row]) -> "_RunningBatch":
-        """Compute each distinct prompt of the chunk once, then give every row its copy."""
-        prompts = list(dict.fromkeys(row.request.token_ids for row in rows))
-        device = self.policy.device
-        ids, mask = (part.to(device) for part in pad_left(prompts, self.policy.pad_token_id))
-        batch = _RunningBatch(DynamicCache(config=self.policy.model.config), mask)
-        batch.forward(self.policy, ids, positions_of(mask))
-        number_of = {prompt: number for number, prompt in enumerate(prompts)}
-        spread = [number_of[row.request.token_ids] for row in rows]
-        batch.keep(torch.tensor(spread, device=device))
-        return batch
+    def _admit(
+        self, waiting: deque[list[Row]], sampling: SamplingParams, ledger: "_Ledger"
+    ) -> None:
+        """Let groups in while there is room, a few prompts at a time."""
+        room = self.max_sequences - len(self._batch.rows)
+        while waiting and len(waiting[0]) <= room:
+            groups: list[list[Row]] = []
+            longest = 0
+            while waiting and len(waiting[0]) <= room:
+                longest = max(longest, len(waiting[0][0].request.token_ids))
+                if groups and longest * (len(groups) + 1) > PREFILL_TOKENS:
+                    break
+                groups.append(waiting.popleft())
+                room -= len(groups[-1])
+            try:
+                drawn = self._batch.add(groups, sampling)
+            except CacheFullError:
+                waiting.extendleft(reversed(groups))
+                raise
+            ledger.add([row for group in groups for row in group], drawn)
+
+    def _send_back(
+        self, waiting: deque[list[Row]], ledger: "_Ledger", error: CacheFullError
+    ) -> None:
+        """Free memory: the later half of the rows will be drawn again, to the same tokens."""
+        rows = self._batch.rows
+        if len(rows) <= 1:
+            raise EngineError(
+                "The GPU has no memory left for the keys and values of a single sequence: lower "
+                "rollout.max_tokens or training.micro_batch_tokens."
+            ) from error
+        kept = list(range(len(rows) // 2))
+        for row in rows[len(kept) :]:
+            if not ledger.has_ended(row):
+                ledger.forget(row)
+                waiting.append([row])
+        self._batch.keep(kept)
+
+    def _build_decoder(self) -> Decoder:
+        policy = self.policy
+        architecture = read_architecture(policy.model)
+        if architecture is not None:
+            return LlamaDecoder(
+                architecture,
+                precision=self.precision,
+                pad_token_id=policy.pad_token_id,
+                max_rows=self.max_sequences,
+            )
+        if self.precision != policy.precision:
+            raise ConfigError(
+                f'rollout.precision = "{self.precision}" is not available for '
+                f"{policy.model.config.model_type} models in the native engine: remove it, or "
+                'set rollout.engine = "vllm".'
+            )
+        return PortableDecoder(
+            policy.model, pad_token_id=policy.pad_token_id, autocast=policy.autocast()
+        )
+
+    def _key(self, request: GenerationRequest, sample: int) -> int:
+        return sample_key(self.seed, self._version, request.prompt_id, sample)
+
+    def _refuse_too_long(self, request: GenerationRequest) -> None:
+        length = len(request.token_ids) + request.sampling.max_tokens
+        if not request.token_ids or length > self.policy.context_length:
+            raise ConfigError(
+                f"Prompt {request.prompt_id!r} has {len(request.token_ids)} tokens, which with "
+                f"max_tokens = {request.sampling.max_tokens} does not fit the model's context of "
+                f"{self.policy.context_length}: lower max_tokens or leave out such prompts."
+            )
 
     def _completions(
-        self, rows: list[_Row], sampling: SamplingParams, drawn: "_Recorder"
-    ) -> list[Completion]:
+        self, rows: Sequence[Row], sampling: SamplingParams, drawn: dict[int, Draw]
+    ) -> dict[int, Completion]:
         provenance = Provenance(
             policy=self.policy.name,
             version=self._version,
             engine="native",
-            precision=self.policy.precision,
+            precision=self.precision,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             logprob_mode=sampling.logprob_mode,
         )
-        results = drawn.by_row()
-        ends = torch.stack([result.token_ids[-1] for result in results])
-        stopped = torch.isin(ends, torch.tensor(sampling.stop_token_ids)).tolist()
+        results = [drawn[row.slot] for row in rows]
         texts = self.policy.decode([result.token_ids.tolist() for result in results])
-        return [
-            Completion(
+        stops = set(sampling.stop_token_ids)
+        return {
+            row.slot: Completion(
                 prompt_id=row.request.prompt_id,
                 sample=row.sample,
                 token_ids=result.token_ids,
                 behaviour_logp=result.logp,
                 top_token_ids=result.top_token_ids,
                 behaviour_top_logp=result.top_logp,
-                finish_reason=FinishReason.STOP if stop else FinishReason.LENGTH,
+                finish_reason=(
+                    FinishReason.STOP if int(result.token_ids[-1]) in stops else FinishReason.LENGTH
+                ),
                 provenance=provenance,
                 text=text,
             )
-            for row, result, stop, text in zip(rows, results, stopped, texts, strict=True)
-        ]
+            for row, result, text in zip(rows, results, texts, strict=True)
+        }
 
 
-class _RunningBatch:
-    """Rows being decoded: their KV cache, attention mask and last logits [B, V]."""
+class _Ledger:
+    """What each slot has drawn so far, and which have ended."""
 
-    def __init__(self, cache: DynamicCache, mask: Tensor) -> None:
-        self.cache = cache
-        self.mask = mask
-        self.has_padding = not bool(mask.all())
-        self.lengths = mask.sum(-1)
-        self.logits = torch.empty(0)
+    def __init__(self, sampling: SamplingParams) -> None:
+        self.max_tokens = sampling.max_tokens
+        self.stops = torch.tensor(sampling.stop_token_ids)
+        self.num_drawn: dict[int, int] = {}
+        self.ended: set[int] = set()
+        self.slots: list[Tensor] = []
+        self.parts: list[Draw] = []
 
-    def forward(self, policy: Policy, input_ids: Tensor, positions: Tensor) -> None:
-        with policy.autocast():
-            output = policy.model(
-                input_ids=input_ids,
-                # without padding the plain causal mask is enough, and much cheaper to make
-                attention_mask=self.mask if self.has_padding else None,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        self.logits = output.logits[:, -1]
+    def num_left(self, rows: Sequence[Row]) -> int:
+        """Return the most tokens that any of the rows may still draw."""
+        return max(self.max_tokens - self.num_drawn[row.slot] for row in rows)
 
-    def keep(self, index: Tensor) -> None:
-        """Replace the rows by those at `index`, in that order and as often as named."""
-        self.cache.batch_select_indices(index)
-        self.mask, self.lengths = self.mask[index], self.lengths[index]
-        self.logits = self.logits[index]
+    def has_ended(self, row: Row) -> bool:
+        """Whether the row has a stop token or all its tokens."""
+        return row.slot in self.ended
 
-    def advance(self, policy: Policy, token_ids: Tensor) -> None:
-        """Feed one token a row and compute the next logits."""
-        if self.has_padding:
-            self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], dim=-1)
-        self.forward(policy, token_ids[:, None], self.lengths[:, None])
-        self.lengths = self.lengths + 1
+    def forget(self, row: Row) -> None:
+        """Throw away what the row has drawn."""
+        for number, slots in enumerate(self.slots):
+            kept = slots != row.slot
+            self.slots[number] = slots[kept]
+            self.parts[number] = self.parts[number].map(lambda part, kept=kept: part[kept])
+        del self.num_drawn[row.slot]
 
+    def add(self, rows: Sequence[Row], drawn: Draw) -> None:
+        """Note tokens [t, n] of n rows: what follows a row's end is no part of it."""
+        num_steps = len(drawn.token_ids)
+        before = torch.tensor([self.num_drawn.get(row.slot, 0) for row in rows])
+        was_over = torch.tensor([row.slot in self.ended for row in rows])
+        number = before + torch.arange(num_steps)[:, None]
+        is_end = torch.isin(drawn.token_ids, self.stops) | (number + 1 >= self.max_tokens)
+        over = (is_end.cumsum(0) - is_end.long()).bool() | was_over
+        counts = (~over).sum(0)
+        for row, count, ends in zip(rows, counts.tolist(), is_end.any(0).tolist(), strict=True):
+            self.num_drawn[row.slot] = self.num_drawn.get(row.slot, 0) + count
+            if ends:
+                self.ended.add(row.slot)
+        slots = torch.tensor([row.slot for row in rows]).expand(num_steps, -1)
+        self.slots.append(slots[~over])
+        self.parts.append(drawn.map(lambda part: part[~over]))
+        refuse_divergence(self.parts[-1].logp)
 
-class _Recorder:
-    """Collects what is drawn, position by position, and sorts it by row at the end."""
-
-    def __init__(self, num_rows: int, sampling: SamplingParams) -> None:
-        self.num_rows = num_rows
-        self.with_top = sampling.top_logprobs > 0
-        self.rows: list[Tensor] = []
-        self.draws: list[Draw] = []
-
-    def record(self, index: Tensor, running: Tensor, drawn: Draw) -> None:
-        """Keep the draws of rows that are still running."""
-        if not bool(running.all()):
-            index = index[running]
-            drawn = Draw(
-                drawn.token_ids[running],
-                drawn.logp[running],
-                drawn.top_token_ids[running] if drawn.top_token_ids is not None else None,
-                drawn.top_logp[running] if drawn.top_logp is not None else None,
-            )
-        self.rows.append(index)
-        self.draws.append(drawn)
-
-    def by_row(self) -> list[Draw]:
-        """Return one Draw a row, whose tensors run over its positions, in host memory."""
-        rows = torch.cat(self.rows)
+    def by_slot(self) -> dict[int, Draw]:
+        """Return one Draw a slot, whose tensors run over its positions."""
+        slots = torch.cat(self.slots)
         # stable: the positions of a row stay in the order in which they were drawn
-        order = rows.argsort(stable=True)
-        lengths = torch.bincount(rows, minlength=self.num_rows).tolist()
-
-        def split(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-            return torch.cat(tensors)[order].cpu().split(lengths)
-
-        nothing: list[None] = [None] * self.num_rows
-        top_ids = [d.top_token_ids for d in self.draws if d.top_token_ids is not None]
-        top_logp = [d.top_logp for d in self.draws if d.top_logp is not None]
-        columns = zip(
-            split([d.token_ids for d in self.draws]),
-            split([d.logp for d in self.draws]),
-            split(top_ids) if self.with_top else nothing,
-            split(top_logp) if self.with_top else nothing,
-            strict=True,
-        )
-        return [Draw(*column) for column in columns]
+        order = slots.argsort(stable=True)
+        names, lengths = slots[order].unique_consecutive(return_counts=True)
+        columns = [
+            torch.cat(parts)[order].split(lengths.tolist())
+            for parts in zip(*(part.tensors() for part in self.parts), strict=True)
+        ]
+        nothing = [[None] * len(names)] * (4 - len(columns))
+        return {
+            slot: Draw(*values)
+            for slot, values in zip(
+                names.tolist(), zip(*columns, *nothing, strict=True), strict=True
+            )
+        }

@@ -6,12 +6,14 @@ or on whether the run was interrupted.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trustbatch.errors import DivergedError
+from trustbatch.rollout.vocabulary import VocabularyBlocks
 from trustbatch.types import SamplingParams
 
 _GOLDEN, _MIX_1, _MIX_2 = (
@@ -33,6 +35,16 @@ class Draw:
     top_logp: Tensor | None
     """[B, K] float32"""
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Draw":
+        """Return the same with every tensor changed in the same way."""
+        parts = (self.token_ids, self.logp, self.top_token_ids, self.top_logp)
+        return Draw(*(None if part is None else change(part) for part in parts))  # type: ignore[arg-type]
+
+    def tensors(self) -> list[Tensor]:
+        """Return those that are there."""
+        parts = (self.token_ids, self.logp, self.top_token_ids, self.top_logp)
+        return [part for part in parts if part is not None]
+
 
 def sample_key(seed: int, version: int, prompt_id: str, sample: int) -> int:
     """Return the signed 64-bit key of one sample's stream of random numbers."""
@@ -41,10 +53,10 @@ def sample_key(seed: int, version: int, prompt_id: str, sample: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def uniforms(keys: Tensor, position: int) -> Tensor:
+def uniforms(keys: Tensor, position: int | Tensor) -> Tensor:
     """Return the position-th number of each stream, [B] float64 in [0, 1): SplitMix64."""
-    offset = ((position + 1) * _GOLDEN + 2**63) % 2**64 - 2**63
-    z = keys + offset
+    steps = torch.as_tensor(position, device=keys.device) + 1
+    z = keys + steps * _GOLDEN  # int64 products wrap, as the generator wants
     z = (z ^ _shift_right(z, 30)) * _MIX_1
     z = (z ^ _shift_right(z, 27)) * _MIX_2
     z = z ^ _shift_right(z, 31)
@@ -82,26 +94,33 @@ def sampling_logprobs(logits: Tensor, sampling: SamplingParams) -> Tensor:
     return logp
 
 
-def draw(logits: Tensor, keys: Tensor, position: int, sampling: SamplingParams) -> Draw:
-    """Draw one token for each row of logits [B, V] by inverting its cumulative distribution."""
-    logp = sampling_logprobs(logits, sampling)
-    cumulative = logp.double().exp().cumsum(-1)
-    if not bool(torch.isfinite(cumulative[:, -1]).all()):
+def draw(logits: Tensor, keys: Tensor, position: int | Tensor, sampling: SamplingParams) -> Draw:
+    """Draw one token for each row of logits [B, V] by inverting its cumulative distribution.
+
+    Nothing waits for the device. Logits that are not finite show as a log-prob of NaN, which
+    `refuse_divergence` looks for where the numbers reach the host.
+    """
+    if sampling.temperature == 0 or sampling.top_k or sampling.top_p < 1.0:
+        blocks = VocabularyBlocks(sampling_logprobs(logits, sampling), 1.0)
+    else:
+        blocks = VocabularyBlocks(logits, sampling.temperature)
+    token_ids = blocks.invert(uniforms(keys, position))
+    recorded = VocabularyBlocks(logits, 1.0) if sampling.logprob_mode == "raw" else blocks
+    top_logp, top_token_ids = None, None
+    if sampling.top_logprobs:
+        top_token_ids, top_logp = recorded.top(sampling.top_logprobs)
+    return Draw(
+        token_ids=token_ids,
+        logp=recorded.logp(token_ids[:, None]).squeeze(-1),
+        top_token_ids=top_token_ids,
+        top_logp=top_logp,
+    )
+
+
+def refuse_divergence(logp: Tensor) -> None:
+    """Raise if the log-prob of a drawn token is not finite."""
+    if not bool(torch.isfinite(logp).all()):
         raise DivergedError(
             "The policy's logits are not finite, so nothing can be drawn: lower "
             "training.learning_rate, or look for a broken checkpoint."
         )
-    target = uniforms(keys, position)[:, None] * cumulative[:, -1:]
-    # right=True finds the first entry above the target: tokens of probability 0 are never chosen
-    token_ids = torch.searchsorted(cumulative, target, right=True)
-    if sampling.logprob_mode == "raw":
-        logp = torch.log_softmax(logits.float(), dim=-1)
-    top_logp, top_token_ids = None, None
-    if sampling.top_logprobs:
-        top_logp, top_token_ids = logp.topk(min(sampling.top_logprobs, logp.shape[-1]), dim=-1)
-    return Draw(
-        token_ids=token_ids.squeeze(-1),
-        logp=logp.gather(-1, token_ids).squeeze(-1),
-        top_token_ids=top_token_ids,
-        top_logp=top_logp,
-    )

@@ -1,0 +1,179 @@
+"""The batch being decoded: rows enter, draw tokens without a word to the host, and leave."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trustbatch.rollout.native.decoder import Decoder
+from trustbatch.rollout.sampling import Draw, draw
+from trustbatch.types import GenerationRequest, SamplingParams
+
+STEPS_ON_GPU = 16
+"""tokens drawn between two looks of the host; those after a stop token are thrown away"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample to be drawn."""
+
+    slot: int
+    """where its result belongs"""
+    request: GenerationRequest
+    sample: int
+    key: int
+    """of its stream of random numbers"""
+
+
+class RunningBatch:
+    """State of up to `max_rows` rows, in tensors that stay where they are."""
+
+    def __init__(self, decoder: Decoder, *, max_rows: int, device: torch.device) -> None:
+        self.decoder = decoder
+        self.device = device
+        self.max_rows = max_rows
+        self.rows: list[Row] = []
+        self.num_steps = STEPS_ON_GPU if device.type == "cuda" else 1
+        zeros = torch.zeros(4, max_rows, dtype=torch.long, device=device)
+        self.token, self.position, self.key, self.num_drawn = zeros
+        self.column = torch.zeros(1, dtype=torch.long, device=device)
+        self.record = _Record(_nothing(device), self.num_steps, max_rows)
+        self._graphs: dict[tuple[int, SamplingParams], torch.cuda.CUDAGraph] = {}
+        self._graph_address = decoder.address
+
+    def add(self, groups: Sequence[list[Row]], sampling: SamplingParams) -> Draw:
+        """Compute each group's prompt once; return the first token [1, n] of all its rows."""
+        prompts = [group[0].request.token_ids for group in groups]
+        copies = [len(group) for group in groups]
+        logits = self.decoder.prefill(prompts, copies)
+        of_row = [number for number, group in enumerate(groups) for _ in group]
+        new = [row for group in groups for row in group]
+        keys = self._to_device([row.key for row in new])
+        drawn = draw(logits[self._to_device(of_row)], keys, 0, sampling)
+        self._use_record(drawn)
+        first, last = len(self.rows), len(self.rows) + len(new)
+        self.token[first:last] = drawn.token_ids
+        self.key[first:last] = keys
+        self.position[first:last] = self._to_device([len(row.request.token_ids) for row in new])
+        self.num_drawn[first:last] = 1
+        self.rows += new
+        return drawn.map(lambda part: part[None].cpu())
+
+    def advance(self, num_steps: int, sampling: SamplingParams) -> Draw:
+        """Return the next tokens [t, n] of all rows, at most `num_steps`, in host memory."""
+        num_steps = min(self.num_steps, num_steps)
+        self.decoder.reserve(num_steps)
+        self.column.zero_()
+        if self.device.type == "cuda":
+            graph = self._graph(sampling)
+            for _ in range(num_steps):
+                graph.replay()
+        else:
+            for _ in range(num_steps):
+                self._step(len(self.rows), sampling)
+        self.decoder.advance(num_steps)
+        return self.record.drawn.map(lambda part: part[:num_steps, : len(self.rows)].cpu())
+
+    def keep(self, index: list[int]) -> None:
+        """Keep these rows, in this order."""
+        self.decoder.keep(index)
+        rows = self._to_device(index)
+        for state in (self.token, self.position, self.key, self.num_drawn):
+            state[: len(index)] = state[rows]
+        self.rows = [self.rows[number] for number in index]
+
+    def forget(self) -> None:
+        """Drop all rows, graphs and the cache, and give their memory back."""
+        self.rows = []
+        self._graphs.clear()
+        self.decoder.forget()
+
+    def _step(self, num_rows: int, sampling: SamplingParams) -> None:
+        """Feed each row's last token and draw its next: no host in between."""
+        token, position = self.token[:num_rows], self.position[:num_rows]
+        logits = self.decoder.step(token, position)
+        drawn = draw(logits, self.key[:num_rows], self.num_drawn[:num_rows], sampling)
+        token.copy_(drawn.token_ids)
+        position += 1
+        self.num_drawn[:num_rows] += 1
+        self.record.write(self.column, drawn)
+        self.column += 1
+
+    def _graph(self, sampling: SamplingParams) -> torch.cuda.CUDAGraph:
+        """Return the recorded step for this many rows, filled up to a common size."""
+        if self._graph_address != self.decoder.address:
+            self._graphs.clear()
+            self._graph_address = self.decoder.address
+        num_rows = len(self.rows)
+        padded = min(padded_rows(num_rows), self.max_rows)
+        # rows that only fill up the batch stand at position 0 of the scratch page
+        self.position[num_rows:padded] = 0
+        name = (padded, sampling)
+        if name not in self._graphs:
+            self._graphs[name] = self._record_graph(padded, sampling)
+        return self._graphs[name]
+
+    def _record_graph(self, num_rows: int, sampling: SamplingParams) -> torch.cuda.CUDAGraph:
+        state = (self.token, self.position, self.num_drawn, self.column)
+        before = [part.clone() for part in state]
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self._step(num_rows, sampling)  # compiles kernels, which a recording can't
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool()):
+            self._step(num_rows, sampling)
+        for part, value in zip(state, before, strict=True):
+            part.copy_(value)
+        return graph
+
+    def _pool(self) -> Any:
+        """Graphs never run at the same time, so all of them may use the same memory."""
+        return next((graph.pool() for graph in self._graphs.values()), None)
+
+    def _use_record(self, drawn: Draw) -> None:
+        """Have room for what is recorded of a token, which the sampling parameters decide."""
+        if not self.record.fits(drawn):
+            self.record = _Record(drawn, self.num_steps, self.max_rows)
+            self._graphs.clear()
+
+    def _to_device(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.device)
+
+
+_SIZES = ((1, 2), (2, 4), (4, 8), (8, 64), (32, 256), (64, 2**31))
+"""multiples of the first number up to the second"""
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return the size of the graph for so many rows: few sizes, and at most a third is wasted."""
+    step = next(step for step, largest in _SIZES if num_rows <= largest)
+    return -(-num_rows // step) * step
+
+
+class _Record:
+    """What the steps between two looks of the host have drawn, [steps, rows]."""
+
+    def __init__(self, like: Draw, num_steps: int, num_rows: int) -> None:
+        self.drawn = like.map(lambda part: part.new_zeros(num_steps, num_rows, *part.shape[1:]))
+
+    def fits(self, drawn: Draw) -> bool:
+        """Whether it holds what was drawn: with as many of the most likely tokens, or none."""
+        mine, other = self.drawn.top_logp, drawn.top_logp
+        if mine is None or other is None:
+            return mine is other
+        return mine.shape[-1] == other.shape[-1]
+
+    def write(self, column: Tensor, drawn: Draw) -> None:
+        """Note one token a row as the column-th."""
+        for place, part in zip(self.drawn.tensors(), drawn.tensors(), strict=True):
+            place[:, : len(part)].index_copy_(0, column, part[None])
+
+
+def _nothing(device: torch.device) -> Draw:
+    return Draw(
+        torch.zeros(0, dtype=torch.long, device=device), torch.zeros(0, device=device), None, None
+    )

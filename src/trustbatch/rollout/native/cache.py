@@ -1,0 +1,80 @@
+"""What a decoder needs of a cache of keys and values."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class CacheFullError(Exception):
+    """The device has no memory left for more keys and values."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention of a model: G = num_query / num_kv query heads read each KV head."""
+
+    num_query: int
+    num_kv: int
+    dim: int
+    epsilon: float
+    """of the model's norms"""
+
+
+class HeadNorms(NamedTuple):
+    """Weights [D] of the norms that some models have on queries and keys."""
+
+    query: Tensor
+    key: Tensor
+
+
+class Cache(Protocol):
+    """Keys and values of all running rows, in every layer."""
+
+    @property
+    def address(self) -> int:
+        """Changes whenever a tensor that a recorded graph reads has moved."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest row."""
+        ...
+
+    def add_prompts(self, lengths: list[int], copies: list[int]) -> None:
+        """Make room for prompts, padded on the right, and for so many rows that continue each."""
+        ...
+
+    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
+        ...
+
+    def finish_prompts(self) -> None:
+        """Turn the prompts added last, stored in all layers, into running rows."""
+        ...
+
+    def reserve(self, num_steps: int) -> None:
+        """Make room for so many more tokens in every row."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rotary: tuple[Tensor, Tensor],
+        position: Tensor,
+    ) -> Tensor:
+        """Store one key and value a row, from [n, (H + 2 KV) D]; return attention [n, H D].
+
+        rotary: cosines and sines [positions, D]; position [n]: that of each row's token.
+        """
+        ...
+
+    def advance(self, num_steps: int) -> None:
+        """Take note that every row has so many tokens more."""
+        ...
+
+    def keep(self, index: list[int]) -> None:
+        """Keep these rows, in this (ascending) order."""
+        ...

@@ -1,0 +1,229 @@
+"""One token further: the forward pass of the native engine over the trainer's own parameters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trustbatch.padding import pad_right
+from trustbatch.rollout.native import operations
+from trustbatch.rollout.native.architecture import Architecture
+from trustbatch.rollout.native.cache import Cache, HeadNorms
+from trustbatch.rollout.native.dense_cache import DenseCache
+from trustbatch.rollout.native.linear import Linear, build_linear
+
+ROTARY_STEP = 1024
+"""positions by which the table of rotary embeddings grows"""
+
+
+class Decoder(Protocol):
+    """What a running batch needs: prompts in, then one token a row at a time."""
+
+    joins_running: bool
+    """whether prompts can be added while rows are running"""
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """Changes whenever a tensor that a recorded graph reads has moved."""
+        ...
+
+    def refresh(self) -> None:
+        """Take over the present values of the trainer's parameters."""
+        ...
+
+    def forget(self) -> None:
+        """Drop the cache and give its memory back."""
+        ...
+
+    def prefill(self, prompts: Sequence[Sequence[int]], copies: list[int]) -> Tensor:
+        """Add copies[p] rows that continue prompt p; return the logits [P, V] after each prompt."""
+        ...
+
+    def reserve(self, num_steps: int) -> None:
+        """Make room for so many more tokens in every row."""
+        ...
+
+    def step(self, token_ids: Tensor, position: Tensor) -> Tensor:
+        """Feed one token a row, at its position; return the logits [n, V] that follow."""
+        ...
+
+    def advance(self, num_steps: int) -> None:
+        """Take note that so many steps were made."""
+        ...
+
+    def keep(self, index: list[int]) -> None:
+        """Keep these rows, in this order."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attention_norm: Tensor
+    qkv: Linear
+    norms: HeadNorms | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class LlamaDecoder:
+    """Decodes models of the Llama family, with whichever cache suits the device."""
+
+    joins_running = True
+
+    def __init__(
+        self, architecture: Architecture, *, precision: str, pad_token_id: int, max_rows: int
+    ) -> None:
+        model = architecture.model
+        self.architecture = architecture
+        self.pad_token_id = pad_token_id
+        self.max_rows = max_rows
+        self.embedding: Tensor = model.model.embed_tokens.weight
+        self.device = self.embedding.device
+        base = precision
+        if precision == "fp8":
+            base = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.dtype: torch.dtype = getattr(torch, base)
+        self.layers = [_read_layer(layer, precision) for layer in architecture.layers]
+        self.final_norm: Tensor = model.model.norm.weight
+        self.head = build_linear([model.lm_head], precision=precision, is_head=True)
+        self.operations: ModuleType = operations
+        if self.device.type == "cuda":
+            from trustbatch.rollout.native import kernels
+
+            self.operations = kernels
+        self.rotary = architecture.rotary(ROTARY_STEP, self.device)
+        self.cache = self._new_cache()
+        self._moves = 0
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """Changes whenever a tensor that a recorded graph reads has moved."""
+        return self._moves, self.cache.address
+
+    def refresh(self) -> None:
+        """Take over the present values of the trainer's parameters."""
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                linear.refresh()
+        self.head.refresh()
+
+    def forget(self) -> None:
+        """Drop the cache and give its memory back."""
+        self.cache = self._new_cache()
+        self._moves += 1
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Sequence[int]], copies: list[int]) -> Tensor:
+        """Add copies[p] rows that continue prompt p; return the logits [P, V] after each prompt."""
+        lengths = [len(prompt) for prompt in prompts]
+        self._extend_rotary(max(lengths))
+        self.cache.add_prompts(lengths, copies)
+        token_ids = pad_right(prompts, self.pad_token_id).to(self.device)
+        num_prompts, length = token_ids.shape
+
+        def attend(number: int, qkv: Tensor, norms: HeadNorms | None) -> Tensor:
+            cosines, sines = (part[:length].repeat(num_prompts, 1) for part in self.rotary)
+            heads = operations.split_and_rotate(
+                qkv, (cosines, sines), self.architecture.heads, norms
+            )
+            query, key, value = (
+                part.unflatten(0, (num_prompts, length)).transpose(1, 2) for part in heads
+            )
+            self.cache.store_prompts(number, key, value)
+            # padding is on the right, where no token looks
+            out = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
+            return out.transpose(1, 2).reshape(num_prompts * length, -1)
+
+        residual, delta = self._layers(token_ids.flatten(), attend)
+        self.cache.finish_prompts()
+        last = torch.tensor(lengths, device=self.device) - 1
+        last += torch.arange(num_prompts, device=self.device) * length
+        return self._logits(residual[last], delta[last])
+
+    def reserve(self, num_steps: int) -> None:
+        """Make room for so many more tokens in every row."""
+        self.cache.reserve(num_steps)
+        self._extend_rotary(self.cache.longest + num_steps)
+
+    def advance(self, num_steps: int) -> None:
+        """Take note that so many steps were made."""
+        self.cache.advance(num_steps)
+
+    def keep(self, index: list[int]) -> None:
+        """Keep these rows, in this order."""
+        self.cache.keep(index)
+
+    @torch.no_grad()
+    def step(self, token_ids: Tensor, position: Tensor) -> Tensor:
+        """Feed one token a row, at its position; return the logits [n, V] that follow."""
+
+        def attend(number: int, qkv: Tensor, norms: HeadNorms | None) -> Tensor:
+            return self.cache.attend(number, qkv, norms, self.rotary, position)
+
+        return self._logits(*self._layers(token_ids, attend))
+
+    def _layers(
+        self, token_ids: Tensor, attend: Callable[[int, Tensor, HeadNorms | None], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residual stream [n, h] before the last MLP, and what that adds to it."""
+        residual = functional.embedding(token_ids, self.embedding).float()
+        delta = None
+        for number, layer in enumerate(self.layers):
+            normed = self._add_norm(residual, delta, layer.attention_norm)
+            delta = layer.output(attend(number, layer.qkv(normed), layer.norms))
+            normed = self._add_norm(residual, delta, layer.mlp_norm)
+            delta = layer.down(self.operations.silu_mul(layer.gate_up(normed)))
+        assert delta is not None
+        return residual, delta
+
+    def _logits(self, residual: Tensor, delta: Tensor) -> Tensor:
+        return self.head(self._add_norm(residual, delta, self.final_norm))
+
+    def _add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        epsilon = self.architecture.heads.epsilon
+        return self.operations.add_rms_norm(residual, delta, weight, epsilon, self.dtype)
+
+    def _extend_rotary(self, num_positions: int) -> None:
+        if num_positions > len(self.rotary[0]):
+            rounded = -(-num_positions // ROTARY_STEP) * ROTARY_STEP
+            self.rotary = self.architecture.rotary(rounded, self.device)
+            self._moves += 1
+
+    def _new_cache(self) -> Cache:
+        num_layers = len(self.layers)
+        if self.device.type != "cuda":
+            return DenseCache(self.architecture.heads, num_layers, self.dtype)
+        from trustbatch.rollout.native.paged_cache import PagedCache
+
+        return PagedCache(
+            self.architecture.heads,
+            num_layers,
+            self.dtype,
+            device=self.device,
+            max_rows=self.max_rows,
+        )
+
+
+def _read_layer(layer: Any, precision: str) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight)
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    return _Layer(
+        attention_norm=layer.input_layernorm.weight,
+        qkv=build_linear(parts, precision=precision),
+        norms=norms,
+        output=build_linear([attention.o_proj], precision=precision),
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate_up=build_linear([mlp.gate_proj, mlp.up_proj], precision=precision),
+        down=build_linear([mlp.down_proj], precision=precision),
+    )

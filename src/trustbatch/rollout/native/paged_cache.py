@@ -1,0 +1,213 @@
+"""Keys and values on a GPU: pages of a pool that grows by need.
+
+A prompt's full pages are shared by all its samples; the page in which they part is copied. A page
+goes back to the pool when no row holds it any more.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trustbatch.rollout.native import kernels
+from trustbatch.rollout.native.cache import CacheFullError, HeadNorms, Heads
+from trustbatch.rollout.native.kernels import PAGE
+
+SCRATCH = 0
+"""the page that padding writes to"""
+GROWTH = 1.5
+
+
+class _NewPrompts(NamedTuple):
+    """Prompts whose keys and values are being computed."""
+
+    pages: list[list[int]]
+    lengths: list[int]
+    copies: list[int]
+
+
+class PagedCache:
+    """Pages [pages, KV heads, PAGE, D] of keys and of values in each layer, and who holds them."""
+
+    def __init__(
+        self,
+        heads: Heads,
+        num_layers: int,
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        max_rows: int,
+    ) -> None:
+        self.heads = heads
+        self.device = device
+        self.shape = (heads.num_kv, PAGE, heads.dim)
+        self.keys = [
+            torch.empty(1, *self.shape, dtype=dtype, device=device) for _ in range(num_layers)
+        ]
+        self.values = [torch.empty_like(part) for part in self.keys]
+        self.num_processors = _num_processors(device)
+        self.max_rows = max_rows
+        self.table = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
+        self.address = 0
+        """changes whenever a tensor that a recorded graph reads has moved"""
+        self.rows: list[list[int]] = []
+        self.lengths: list[int] = []
+        self._holders = [1]  # the scratch page is never free
+        self._free: list[int] = []
+        self._new = _NewPrompts([], [], [])
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest row."""
+        return max(self.lengths, default=0)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool."""
+        return len(self._holders)
+
+    def add_prompts(self, lengths: list[int], copies: list[int]) -> None:
+        """Take pages for prompts; rows that continue them come with `finish_prompts`."""
+        own_pages = sum(copies)
+        self._require(sum(_num_pages(length) for length in lengths) + own_pages)
+        pages = [[self._take() for _ in range(_num_pages(length))] for length in lengths]
+        self._new = _NewPrompts(pages, lengths, copies)
+        widest = max(len(each) for each in pages)
+        padded = [each + [SCRATCH] * (widest - len(each)) for each in pages]
+        self._new_table = self._to_device(padded).long()
+
+    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
+        for pool, part in ((self.keys[layer], keys), (self.values[layer], values)):
+            part = functional.pad(part, (0, 0, 0, -part.shape[2] % PAGE))
+            pool[self._new_table] = part.unflatten(2, (-1, PAGE)).transpose(1, 2)
+
+    def finish_prompts(self) -> None:
+        """Give each prompt its rows: full pages are shared, a page in use is copied."""
+        sources, targets = [], []
+        for pages, length, count in zip(*self._new, strict=True):
+            is_partial = length % PAGE != 0
+            shared = pages[:-1] if is_partial else pages
+            for number in range(count):
+                row = list(shared)
+                if number > 0:
+                    for page in shared:
+                        self._holders[page] += 1
+                if is_partial:
+                    own = pages[-1] if number == 0 else self._take()
+                    if number > 0:
+                        sources.append(pages[-1])
+                        targets.append(own)
+                    row.append(own)
+                self.rows.append(row)
+                self.lengths.append(length)
+        if sources:
+            source, target = self._to_device(sources).long(), self._to_device(targets).long()
+            for pool in (*self.keys, *self.values):
+                pool[target] = pool[source]
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rotary: tuple[Tensor, Tensor],
+        position: Tensor,
+    ) -> Tensor:
+        """Store one key and value a row, from [n, (H + 2 KV) D]; return attention [n, H D]."""
+        keys, values = self.keys[layer], self.values[layer]
+        table = self.table[: len(qkv)]
+        query = kernels.rotate_and_store(
+            qkv,
+            keys,
+            values,
+            rotary=rotary,
+            position=position,
+            table=table,
+            norms=norms,
+            epsilon=self.heads.epsilon,
+            num_heads=self.heads.num_query,
+        )
+        splits = kernels.splits_for(len(qkv), self.heads.num_kv, self.num_processors)
+        out = kernels.attend(query, keys, values, table=table, position=position, splits=splits)
+        return out.flatten(1)
+
+    def reserve(self, num_steps: int) -> None:
+        """Make room for so many more tokens in every row."""
+        wanted = [_num_pages(length + num_steps) for length in self.lengths]
+        self._require(sum(n - len(row) for n, row in zip(wanted, self.rows, strict=True)))
+        for row, number in zip(self.rows, wanted, strict=True):
+            row.extend(self._take() for _ in range(number - len(row)))
+        self._write_table(max(wanted, default=1))
+
+    def advance(self, num_steps: int) -> None:
+        """Every row has so many tokens more."""
+        self.lengths = [length + num_steps for length in self.lengths]
+
+    def keep(self, index: list[int]) -> None:
+        """Keep these rows, in this order; what only the others held is free again."""
+        kept = set(index)
+        for number, row in enumerate(self.rows):
+            if number not in kept:
+                for page in row:
+                    self._holders[page] -= 1
+                    if self._holders[page] == 0:
+                        self._free.append(page)
+        self.rows = [self.rows[number] for number in index]
+        self.lengths = [self.lengths[number] for number in index]
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._holders[page] = 1
+        return page
+
+    def _require(self, num_pages: int) -> None:
+        """Grow the pool until so many pages are free."""
+        missing = num_pages - len(self._free)
+        if missing <= 0:
+            return
+        old = self.num_pages
+        new = max(old + missing, int(old * GROWTH))
+        try:
+            for parts in (self.keys, self.values):
+                for layer, part in enumerate(parts):
+                    if len(part) >= new:
+                        continue
+                    grown = torch.empty(new, *self.shape, dtype=part.dtype, device=self.device)
+                    grown[: len(part)] = part
+                    parts[layer] = grown
+        except torch.OutOfMemoryError as error:
+            raise CacheFullError from error
+        finally:
+            self.address += 1
+        self._holders += [0] * (new - old)
+        self._free += range(old, new)
+
+    def _write_table(self, width: int) -> None:
+        if width > self.table.shape[1]:
+            shape = (self.max_rows, max(width, 2 * self.table.shape[1]))
+            self.table = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.address += 1
+        padded = [row + [SCRATCH] * (width - len(row)) for row in self.rows]
+        if padded:
+            self.table[: len(padded), :width].copy_(self._to_device(padded))
+        # rows beyond the running ones only fill up a graph's batch
+        self.table[len(padded) :, :1] = SCRATCH
+
+    def _to_device(self, numbers: list[int] | list[list[int]]) -> Tensor:
+        host = torch.tensor(numbers, dtype=torch.int32)
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
+
+
+def _num_pages(length: int) -> int:
+    return -(-length // PAGE)
+
+
+def _num_processors(device: torch.device) -> int:
+    """Return the number of processors that kernels are spread over."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,79 @@
+"""Any model with attention layers, decoded by its own forward pass."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from trustbatch.padding import pad_left, positions_of
+
+
+class PortableDecoder:
+    """Rows share one padded cache, so new prompts wait until all rows have ended."""
+
+    joins_running = False
+    address = (0, 0)
+    """no graph is recorded"""
+
+    def __init__(
+        self, model: Any, *, pad_token_id: int, autocast: AbstractContextManager[Any]
+    ) -> None:
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self.autocast = autocast
+        self.device = next(model.parameters()).device
+        self.forget()
+
+    def refresh(self) -> None:
+        """The model reads its own parameters."""
+
+    def forget(self) -> None:
+        """Drop the cache and give its memory back."""
+        self.cache = DynamicCache(config=self.model.config)
+        self.mask = torch.empty(0, 0, dtype=torch.long)
+        self.has_padding = False
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Sequence[int]], copies: list[int]) -> Tensor:
+        """Add copies[p] rows that continue prompt p; return the logits [P, V] after each prompt."""
+        self.forget()
+        ids, mask = (part.to(self.device) for part in pad_left(prompts, self.pad_token_id))
+        self.mask, self.has_padding = mask, not bool(mask.all())
+        logits = self._forward(ids, positions_of(mask))
+        self.keep([prompt for prompt, count in enumerate(copies) for _ in range(count)])
+        return logits
+
+    def reserve(self, num_steps: int) -> None:
+        """The cache grows by itself."""
+
+    @torch.no_grad()
+    def step(self, token_ids: Tensor, position: Tensor) -> Tensor:
+        """Feed one token a row, at its position; return the logits [n, V] that follow."""
+        if self.has_padding:
+            self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], dim=-1)
+        return self._forward(token_ids[:, None], position[:, None])
+
+    def advance(self, num_steps: int) -> None:
+        """The cache counts by itself."""
+
+    def keep(self, index: list[int]) -> None:
+        """Keep these rows, in this order."""
+        rows = torch.tensor(index, dtype=torch.long, device=self.device)
+        self.cache.batch_select_indices(rows)
+        self.mask = self.mask[rows]
+
+    def _forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        with self.autocast:
+            output = self.model(
+                input_ids=input_ids,
+                # without padding the plain causal mask is enough, and much cheaper to make
+                attention_mask=self.mask if self.has_padding else None,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return output.logits[:, -1]

@@ -1,0 +1,81 @@
+"""A distribution over the vocabulary, read once: sums and maxima of blocks of tokens.
+
+The token that inverts the cumulative distribution lies in the block in which the blocks' own
+cumulative distribution is inverted, and the K most likely tokens lie in the K blocks with the
+largest maxima. So one pass over the logits is enough, and all else is done on a few numbers.
+"""
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""tokens in a block"""
+
+
+class VocabularyBlocks:
+    """softmax(logits / temperature) of each row of logits [B, V]."""
+
+    def __init__(self, logits: Tensor, temperature: float) -> None:
+        num_tokens = logits.shape[-1]
+        if num_tokens % BLOCK:
+            logits = torch.nn.functional.pad(logits, (0, -num_tokens % BLOCK), value=-torch.inf)
+        self.num_tokens = num_tokens
+        self.temperature = temperature
+        self.logits = logits.view(len(logits), -1, BLOCK)
+        if logits.is_cuda:
+            from trustbatch.rollout.native.kernels import block_statistics
+
+            self.maxima, sums = block_statistics(self.logits, temperature)
+        else:
+            self.maxima, sums = _block_statistics(self.logits, temperature)
+        # [B, V / BLOCK] maxima of logits / temperature, and sums of exp(that - maximum)
+        self.largest = self.maxima.amax(-1, keepdim=True)
+        self.masses = sums.double() * (self.maxima - self.largest).double().exp()
+        self.normaliser = self.largest + self.masses.sum(-1, keepdim=True).log().float()
+
+    def logp(self, token_ids: Tensor) -> Tensor:
+        """Return the log-probs [B, n] of tokens [B, n] in float32."""
+        logits = self.logits.flatten(1).gather(-1, token_ids).float() / self.temperature
+        return logits - self.normaliser
+
+    def invert(self, uniform: Tensor) -> Tensor:
+        """Return the token [B] at which the cumulative distribution passes a number in [0, 1)."""
+        cumulative = self.masses.cumsum(-1)
+        target = uniform[:, None] * cumulative[:, -1:]
+        block = _first_above(cumulative, target)
+        inside = self._block(block)
+        before = cumulative.gather(-1, block) - self.masses.gather(-1, block)
+        within = (inside - self.largest).double().exp().cumsum(-1)
+        # the block's own sum, rounded otherwise, must not end before the target does
+        rest = torch.minimum(target - before, within[:, -1:] * (1 - 2.0**-50))
+        token = block * BLOCK + _first_above(within, rest.clamp_min(0))
+        return token.squeeze(-1).clamp_max(self.num_tokens - 1)
+
+    def top(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the most likely tokens [B, K], most likely first, and their log-probs."""
+        count = min(count, self.num_tokens)
+        _, blocks = self.maxima.topk(min(count, self.maxima.shape[-1]), dim=-1)
+        offsets = torch.arange(BLOCK, device=blocks.device)
+        candidates = (blocks.sort(dim=-1).values[:, :, None] * BLOCK + offsets).flatten(1)
+        # stable: among excluded tokens, padding at the vocabulary's end is never taken
+        logp, index = self.logp(candidates).sort(dim=-1, descending=True, stable=True)
+        return candidates.gather(-1, index[:, :count]), logp[:, :count]
+
+    def _block(self, block: Tensor) -> Tensor:
+        """Return logits / temperature [B, BLOCK] of one block [B, 1] a row, in float32."""
+        index = block[:, :, None].expand(-1, 1, BLOCK)
+        return self.logits.gather(1, index).squeeze(1).float() / self.temperature
+
+
+def _block_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    maxima = scaled.amax(-1)
+    # a block of excluded tokens only has maximum -inf, and sum 0
+    finite = maxima.masked_fill(maxima == -torch.inf, 0.0)
+    return maxima, (scaled - finite[:, :, None]).exp_().sum(-1)
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    # right=True finds the first entry above the target: tokens of probability 0 are never chosen
+    found = torch.searchsorted(cumulative, target, right=True)
+    return found.clamp_max(cumulative.shape[-1] - 1)
