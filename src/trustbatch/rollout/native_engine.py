@@ -225,7 +225,7 @@ class _Ledger:
 
     def __init__(self, sampling: SamplingParams) -> None:
         self.max_tokens = sampling.max_tokens
-        self.stops = torch.tensor(sampling.stop_token_ids)
+        self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
         self.num_drawn: dict[int, int] = {}
         self.ended: set[int] = set()
         self.slots: list[Tensor] = []

@@ -1,0 +1,181 @@
+"""Tokens per second of rollouts on one GPU, native engine and vLLM side by side.
+
+    python benchmarks/rollout_gpu.py [--engines native,vllm,...] [--tokens 512] [--profile]
+
+512 requests of 64 random tokens, each continued by 512 tokens (no stop token), bfloat16, log-probs
+of the sampled tokens on; Qwen3-0.6B shape with random weights. Each engine runs in a process of its
+own, warms up with one full generation, and is timed over the best of two. Results go to stdout and,
+one JSON line each as they come, to benchmarks/results/rollout_gpu.jsonl.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ENGINES = ("native", "native-top16", "native-fp8", "vllm", "vllm-top16", "vllm-fp8")
+RESULTS = Path(__file__).parent / "results" / "rollout_gpu.jsonl"
+VOCABULARY = 151_936
+PROMPT_TOKENS = 64
+
+
+def make_model(folder: Path) -> None:
+    """Write a Qwen3-0.6B-shaped model with random weights and any tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from trustbatch.tiny import build_tokenizer
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+
+
+def make_prompts(count: int) -> list[list[int]]:
+    """Random prompts, the same for every engine."""
+    numbers = random.Random(0)
+    return [[numbers.randrange(2, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+
+def run_native(engine: str, folder: Path, requests: int, tokens: int, profile: bool) -> dict:
+    """Time the native engine; returns its best tokens per second."""
+    import torch
+
+    from trustbatch.policy import Policy
+    from trustbatch.rollout.native_engine import NativeEngine
+    from trustbatch.types import GenerationRequest, SamplingParams
+
+    policy = Policy.load(str(folder)).freeze()
+    native = NativeEngine(
+        policy,
+        seed=0,
+        max_sequences=512,
+        precision="fp8" if engine.endswith("fp8") else "auto",
+    )
+    sampling = SamplingParams(
+        max_tokens=tokens, stop_token_ids=(), top_logprobs=16 if "top16" in engine else 0
+    )
+    asked = [
+        GenerationRequest(
+            prompt_id=str(number), token_ids=tuple(prompt), num_samples=1, sampling=sampling
+        )
+        for number, prompt in enumerate(make_prompts(requests))
+    ]
+
+    def generate() -> float:
+        start = time.perf_counter()
+        drawn = native.generate(asked)
+        seconds = time.perf_counter() - start
+        assert sum(len(completion.token_ids) for completion in drawn) == requests * tokens
+        return seconds
+
+    seconds = [generate() for _ in range(3)]
+    result = {"seconds": seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    if profile:
+        from torch.profiler import ProfilerActivity
+
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            generate()
+        table = recorded.key_averages().table(sort_by="cuda_time_total", row_limit=18)
+        sys.stderr.write(table + "\n")
+    native.sleep()
+    result["seconds_after_sleep"] = generate()
+    return result
+
+
+def run_vllm(engine: str, folder: Path, requests: int, tokens: int, profile: bool) -> dict:
+    """Time vLLM with its own defaults; returns its best tokens per second."""
+    from vllm import LLM, SamplingParams
+
+    del profile
+    model = LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_num_seqs=512,
+        gpu_memory_utilization=0.8,
+        logprobs_mode="processed_logprobs",
+        quantization="fp8" if engine.endswith("fp8") else None,
+    )
+    sampling = SamplingParams(
+        temperature=1.0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=16 if "top16" in engine else 0,
+    )
+    asked = [{"prompt_token_ids": prompt} for prompt in make_prompts(requests)]
+
+    def generate() -> float:
+        start = time.perf_counter()
+        drawn = model.generate(asked, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert sum(len(result.outputs[0].token_ids) for result in drawn) == requests * tokens
+        return seconds
+
+    return {"seconds": [generate() for _ in range(3)]}
+
+
+def main() -> None:
+    """Run each engine in its own process and print ratios to the first."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", default="native,vllm")
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--folder", help="of the model; made where it is not there")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    folder = Path(options.folder or Path(tempfile.gettempdir()) / "trustbatch-qwen3-06b-shape")
+    if options.one:
+        run = run_vllm if options.one.startswith("vllm") else run_native
+        result = run(options.one, folder, options.requests, options.tokens, options.profile)
+        print("RESULT " + json.dumps(result))
+        return
+    if not (folder / "config.json").is_file():
+        make_model(folder)
+    RESULTS.parent.mkdir(exist_ok=True)
+    rates: dict[str, float] = {}
+    for engine in options.engines.split(","):
+        if engine not in ENGINES:
+            sys.exit(f"unknown engine {engine!r}: choose from {', '.join(ENGINES)}")
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", engine]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            print(f"{engine}: failed with status {done.returncode}")
+            continue
+        result = json.loads(lines[-1].removeprefix("RESULT "))
+        rates[engine] = options.requests * options.tokens / min(result["seconds"])
+        with RESULTS.open("a") as file:
+            file.write(json.dumps({"engine": engine, "rate": rates[engine], **result}) + "\n")
+        first = next(iter(rates.values()))
+        print(
+            f"{engine:14} {rates[engine]:9,.0f} tokens/s   {first / rates[engine]:5.2f} times "
+            f"slower than the first   {result}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

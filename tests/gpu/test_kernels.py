@@ -1,0 +1,133 @@
+"""Triton kernels against plain torch; TRITON_INTERPRET=1 runs them without a GPU."""
+
+import os
+
+import pytest
+import torch
+
+from trustbatch.rollout.fp8 import quantise_rows
+from trustbatch.rollout.native import operations
+from trustbatch.rollout.native.cache import HeadNorms, Heads
+from trustbatch.rollout.native.dense_cache import DenseCache
+from trustbatch.rollout.vocabulary import BLOCK, _block_statistics
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+from trustbatch.rollout.native import kernels  # noqa: E402
+from trustbatch.rollout.native.paged_cache import PagedCache  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_delta", [True, False])
+def test_add_rms_norm(dtype: torch.dtype, with_delta: bool) -> None:
+    residual = torch.randn(5, 96, device=DEVICE)
+    delta = torch.randn(5, 96, device=DEVICE).to(dtype) if with_delta else None
+    weight = torch.rand(96, device=DEVICE) + 0.5
+    copy = residual.clone()
+    expected = operations.add_rms_norm(copy, delta, weight, 1e-6, dtype)
+    close(kernels.add_rms_norm(residual, delta, weight, 1e-6, dtype), expected, dtype)
+    torch.testing.assert_close(residual, copy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(7, 2 * 1100, device=DEVICE) * 3).to(dtype)
+    close(kernels.silu_mul(gate_up), operations.silu_mul(gate_up), dtype)
+
+
+def test_block_statistics_with_excluded_tokens_and_blocks() -> None:
+    logits = torch.randn(3, 70, BLOCK, device=DEVICE) * 5
+    logits[0, 3] = -torch.inf
+    logits[1, 5, 17:] = -torch.inf
+    for actual, expected in zip(
+        kernels.block_statistics(logits, 0.7), _block_statistics(logits, 0.7), strict=True
+    ):
+        torch.testing.assert_close(actual, expected)
+    logits[2, 69, 3] = torch.nan
+    assert bool(kernels.block_statistics(logits, 0.7)[1][2, 69].isnan())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no e4m3")
+def test_tokens_are_quantised_as_rows_are() -> None:
+    rows = torch.randn(6, 200, device=DEVICE, dtype=torch.bfloat16)
+    rows[3] = 0
+    quantised, scale = kernels.quantise_tokens(rows)
+    expected, expected_scale = quantise_rows(rows)
+    torch.testing.assert_close(scale, expected_scale)
+    assert (quantised.float() != expected.float()).float().mean() < 1e-2  # ties of the division
+    close(quantised.float() * scale, rows, torch.bfloat16)  # e4m3 has 3 bits: 6% at most
+    
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_processors", [1, 64])
+@pytest.mark.parametrize("with_norms", [True, False])
+def test_pages_hold_and_read_what_the_dense_cache_does(
+    dtype: torch.dtype, num_processors: int, with_norms: bool
+) -> None:
+    """Prompts of several lengths, copies, growth, rows that leave and rows that enter."""
+    torch.manual_seed(0)
+    heads = Heads(num_query=6, num_kv=2, dim=32, epsilon=1e-6)
+    norms = None
+    if with_norms:
+        norms = HeadNorms(torch.rand(32, device=DEVICE), torch.rand(32, device=DEVICE))
+    angles = torch.rand(600, 16, device=DEVICE).repeat(1, 2) * 6
+    rotary = (angles.cos(), angles.sin())
+    paged = PagedCache(heads, 2, dtype, device=DEVICE, max_rows=16)
+    paged.num_processors = num_processors
+    dense = DenseCache(heads, 2, dtype)
+    if DEVICE.type == "cuda":
+        for part in (paged.keys, paged.values):
+            for page in part:
+                page.fill_(torch.nan)
+
+    def prompts(lengths: list[int], copies: list[int]) -> None:
+        for cache in (paged, dense):
+            cache.add_prompts(lengths, copies)
+        for layer in range(2):
+            shape = (len(lengths), heads.num_kv, max(lengths), heads.dim)
+            keys, values = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
+            paged.store_prompts(layer, keys, values)
+            dense.store_prompts(layer, keys.cpu(), values.cpu())
+        for cache in (paged, dense):
+            cache.finish_prompts()
+
+    def step() -> None:
+        position = torch.tensor(paged.lengths, device=DEVICE)
+        for cache in (paged, dense):
+            cache.reserve(1)
+        for layer in range(2):
+            width = (heads.num_query + 2 * heads.num_kv) * heads.dim
+            qkv = torch.randn(len(position), width, device=DEVICE).to(dtype)
+            actual = paged.attend(layer, qkv, norms, rotary, position)
+            cpu = [part.cpu() for part in (qkv, *rotary, position)]
+            cpu_norms = None if norms is None else HeadNorms(*(part.cpu() for part in norms))
+            expected = dense.attend(layer, cpu[0], cpu_norms, (cpu[1], cpu[2]), cpu[3])
+            close(actual.cpu(), expected, dtype)
+        for cache in (paged, dense):
+            cache.advance(1)
+
+    prompts([70, 64, 3, 130], [3, 2, 1, 2])
+    for _ in range(3):
+        step()
+    for cache in (paged, dense):
+        cache.keep([0, 2, 4, 5, 7])
+    step()
+    prompts([200, 5], [2, 4])
+    for _ in range(70 if DEVICE.type == "cuda" else 4):
+        step()
+    for cache in (paged, dense):
+        cache.keep([])
+    assert sorted(paged._free) == list(range(1, paged.num_pages))
