@@ -1,10 +1,26 @@
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from trustbatch.errors import ConfigError, EngineError
 from trustbatch.policy import Policy
+from trustbatch.rollout.fp8 import round_rows
+from trustbatch.rollout.native.cache import CacheFullError
+from trustbatch.rollout.native.decoder import LlamaDecoder
+from trustbatch.rollout.native.portable_decoder import PortableDecoder
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.types import Completion, FinishReason, GenerationRequest, SamplingParams
@@ -162,3 +178,207 @@ def test_generation_leaves_no_gradient(policy: Policy) -> None:
     (completion, *_) = NativeEngine(policy, seed=0).generate(make_requests(policy))
     assert not completion.behaviour_logp.requires_grad
     assert all(parameter.grad is None for parameter in policy.model.parameters())
+
+
+@contextmanager
+def rounded_to_e4m3(policy: Policy) -> Iterator[None]:
+    """Round weights and inputs of every linear layer but the head, within the model's own code."""
+    head = policy.model.get_output_embeddings()
+    layers = [m for m in policy.model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    before = [layer.weight.detach().clone() for layer in layers]
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs: (round_rows(inputs[0]),))
+        for layer in layers
+    ]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.copy_(round_rows(layer.weight.bfloat16().float()))
+    yield
+    with torch.no_grad():
+        for layer, weight in zip(layers, before, strict=True):
+            layer.weight.copy_(weight)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_fp8_rollouts_record_the_rounded_distribution(policy: Policy) -> None:
+    requests = make_requests(policy, num_samples=4, temperature=1.2)
+    completions = NativeEngine(policy, seed=0, precision="fp8").generate(requests)
+    largest = 0.0
+    for number, completion in enumerate(completions):
+        taken = completion.token_ids[:, None]
+        exact = recomputed(policy, requests[number // 4], completion).gather(-1, taken)
+        with rounded_to_e4m3(policy):
+            rounded = recomputed(policy, requests[number // 4], completion).gather(-1, taken)
+        # two orders of summation can fall on two sides of a rounding: a few tokens differ more
+        torch.testing.assert_close(
+            completion.behaviour_logp, rounded.squeeze(-1), rtol=0, atol=0.02
+        )
+        largest = max(largest, float((completion.behaviour_logp - exact.squeeze(-1)).abs().max()))
+        assert completion.provenance.precision == "fp8"
+    assert largest > 0.02
+
+
+def test_bfloat16_rollouts_of_a_float32_policy(policy: Policy) -> None:
+    requests = make_requests(policy, num_samples=4)
+    completions = NativeEngine(policy, seed=0, precision="bfloat16").generate(requests)
+    differences = []
+    for number, completion in enumerate(completions):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logp = recomputed(policy, requests[number // 4], completion)
+        taken = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+        differences.append((completion.behaviour_logp - taken).abs())
+    assert 0 < float(torch.cat(differences).max()) < 0.1
+
+
+MODELS = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "llama-scaled": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+}
+
+
+def family_policy(policy: Policy, name: str) -> Policy:
+    config_class, model_class, options = MODELS[name]
+    torch.manual_seed(0)
+    model = model_class(
+        config_class(
+            vocab_size=len(policy.tokenizer),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            eos_token_id=policy.stop_token_ids[0],
+            **options,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return Policy(model, policy.tokenizer, name=name, precision="float32")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_family_is_decoded_as_its_own_forward_pass_says(policy: Policy, name: str) -> None:
+    other = family_policy(policy, name)
+    engine = NativeEngine(other, seed=0)
+    assert isinstance(engine._batch.decoder, LlamaDecoder)
+    requests = make_requests(other, num_samples=3, max_tokens=40, stop_token_ids=())
+    for number, completion in enumerate(engine.generate(requests)):
+        expected = recomputed(other, requests[number // 3], completion)
+        taken = expected.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+        torch.testing.assert_close(completion.behaviour_logp, taken, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "gelu"},
+        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+)
+def test_what_the_fast_decoder_does_not_know_it_leaves_to_the_model(
+    policy: Policy, change: dict[str, object]
+) -> None:
+    config = Qwen2Config(
+        vocab_size=len(policy.tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=policy.stop_token_ids[0],
+        **change,
+    )
+    other = Policy(Qwen2ForCausalLM(config), policy.tokenizer, name="other", precision="float32")
+    engine = NativeEngine(other, seed=0)
+    assert isinstance(engine._batch.decoder, PortableDecoder)
+    with pytest.raises(ConfigError, match=r"rollout\.precision"):
+        NativeEngine(other, seed=0, precision="fp8")
+
+
+def test_rows_enter_as_others_leave(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few seats the batch stays full, and every sample is what it is alone."""
+    requests = make_requests(policy, num_samples=3, max_tokens=30)
+    expected = NativeEngine(policy, seed=0).generate(requests)
+    engine = NativeEngine(policy, seed=0, max_sequences=6)
+    sizes = []
+    advance = engine._batch.advance
+    monkeypatch.setattr(
+        engine._batch,
+        "advance",
+        lambda *arguments: sizes.append(len(engine._batch.rows)) or advance(*arguments),
+    )
+    actual = engine.generate(requests)
+    assert tokens(actual) == tokens(expected)
+    assert max(sizes) <= 6
+    one_group_at_a_time = sum(
+        max(len(c.token_ids) for c in expected[3 * n : 3 * n + 3]) for n in range(len(requests))
+    )
+    assert len(sizes) < one_group_at_a_time
+
+
+def test_a_full_cache_sends_rows_back_and_they_draw_the_same(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = make_requests(policy, num_samples=4, max_tokens=20)
+    expected = NativeEngine(policy, seed=0).generate(requests)
+    engine = NativeEngine(policy, seed=0)
+    reserve = engine._batch.decoder.reserve
+    calls = []
+
+    def sometimes_full(num_steps: int) -> None:
+        calls.append(num_steps)
+        if len(calls) in (3, 4, 9):
+            raise CacheFullError
+        reserve(num_steps)
+
+    monkeypatch.setattr(engine._batch.decoder, "reserve", sometimes_full)
+    actual = engine.generate(requests)
+    assert tokens(actual) == tokens(expected)
+    monkeypatch.setattr(
+        engine._batch.decoder, "reserve", lambda _: (_ for _ in ()).throw(CacheFullError)
+    )
+    with pytest.raises(EngineError, match=r"rollout\.max_tokens"):
+        engine.generate(requests)
+    monkeypatch.undo()
+    assert tokens(engine.generate(requests)) == tokens(expected)
+
+
+def test_requests_beyond_the_context_are_refused(policy: Policy) -> None:
+    requests = make_requests(policy, max_tokens=policy.context_length)
+    with pytest.raises(ConfigError, match="lower max_tokens"):
+        NativeEngine(policy, seed=0).generate(requests)
+
+
+def test_weights_are_read_anew_for_each_generation(policy: Policy) -> None:
+    """The trainer changes parameters in place; nothing old may be left in the engine."""
+    engine = NativeEngine(policy, seed=0)
+    requests = make_requests(policy)
+    engine.generate(requests)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    for number, completion in enumerate(engine.generate(requests)):
+        expected = recomputed(policy, requests[number // 3], completion)
+        taken = expected.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+        torch.testing.assert_close(completion.behaviour_logp, taken, rtol=0, atol=1e-5)

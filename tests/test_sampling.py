@@ -13,7 +13,7 @@ from trustbatch.rollout.sampling import (
     sampling_logprobs,
     uniforms,
 )
-from trustbatch.rollout.vocabulary import VocabularyBlocks
+from trustbatch.rollout.token_blocks import VocabularyBlocks
 from trustbatch.types import SamplingParams
 
 

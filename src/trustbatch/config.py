@@ -70,6 +70,8 @@ class RolloutConfig(_Table):
     """train on rollouts that are this many policy versions old"""
     max_sequences: int = Field(default=512, ge=1)
     """sequences decoded at a time"""
+    precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
+    """of the engine's matrix products; "auto" is the policy's"""
 
 
 class AdvantageConfig(_Table):

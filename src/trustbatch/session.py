@@ -68,7 +68,11 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         resumed = restore(checkpoints[-1], trainer)
         step, pending = resumed.step, deque(resumed.pending)
     engine = ENGINES[config.rollout.engine](
-        policy, seed=config.seed, version=step, max_sequences=config.rollout.max_sequences
+        policy,
+        seed=config.seed,
+        version=step,
+        max_sequences=config.rollout.max_sequences,
+        precision=config.rollout.precision,
     )
     run.start(step)
     return Session(

@@ -9,7 +9,7 @@ from trustbatch.rollout.fp8 import quantise_rows
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.cache import HeadNorms, Heads
 from trustbatch.rollout.native.dense_cache import DenseCache
-from trustbatch.rollout.vocabulary import BLOCK, _block_statistics
+from trustbatch.rollout.token_blocks import BLOCK, _block_statistics
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -69,7 +69,7 @@ def test_tokens_are_quantised_as_rows_are() -> None:
     torch.testing.assert_close(scale, expected_scale)
     assert (quantised.float() != expected.float()).float().mean() < 1e-2  # ties of the division
     close(quantised.float() * scale, rows, torch.bfloat16)  # e4m3 has 3 bits: 6% at most
-    
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_processors", [1, 64])

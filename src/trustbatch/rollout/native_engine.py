@@ -91,7 +91,11 @@ class NativeEngine:
         self._batch.decoder.refresh()
         completions: dict[int, Completion] = {}
         for sampling, waiting in groups.items():
-            drawn = self._draw(deque(waiting), sampling)
+            try:
+                drawn = self._draw(deque(waiting), sampling)
+            except BaseException:
+                self._batch.forget()  # rows of a broken call must not run on in the next
+                raise
             rows = [row for group in waiting for row in group]
             completions |= self._completions(rows, sampling, drawn)
         return [completions[slot] for slot in range(num_slots)]
@@ -100,20 +104,21 @@ class NativeEngine:
         """Keep the batch full until every row has a stop token or max_tokens; results by slot."""
         batch = self._batch
         ledger = _Ledger(sampling)
+        is_full = False
         while waiting or batch.rows:
             try:
-                if waiting and (not batch.rows or batch.decoder.joins_running):
+                may_join = batch.decoder.joins_running and not is_full
+                if waiting and (may_join or not batch.rows):
                     self._admit(waiting, sampling, ledger)
                 drawn = batch.advance(ledger.num_left(batch.rows), sampling)
                 ledger.add(batch.rows, drawn)
             except CacheFullError as error:
                 self._send_back(waiting, ledger, error)
-            except BaseException:
-                batch.forget()  # rows of a broken call must not run on in the next
-                raise
+                is_full = True
             running = [n for n, row in enumerate(batch.rows) if not ledger.has_ended(row)]
             if len(running) < REFILL_BELOW * len(batch.rows) or not running:
                 batch.keep(running)
+                is_full = False
         return ledger.by_slot()
 
     def _admit(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trustbatch.errors import DivergedError
-from trustbatch.rollout.vocabulary import VocabularyBlocks
+from trustbatch.rollout.token_blocks import VocabularyBlocks
 from trustbatch.types import SamplingParams
 
 _GOLDEN, _MIX_1, _MIX_2 = (
