@@ -41,6 +41,10 @@ class GenerationRequest:
     token_ids: tuple[int, ...]
     num_samples: int
     sampling: SamplingParams
+    first_sample: int = 0
+    """index of the first sample; the others follow it"""
+    group: int = 0
+    """number of the prompt in the run: whose turn it is where several policies answer"""
 
 
 class FinishReason(StrEnum):

@@ -67,7 +67,11 @@ class NativeEngine:
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Draw all samples, as many sequences at a time as `max_sequences` allows."""
-        slots = ((request, sample) for request in requests for sample in range(request.num_samples))
+        slots = (
+            (request, request.first_sample + offset)
+            for request in requests
+            for offset in range(request.num_samples)
+        )
         by_sampling: dict[SamplingParams, list[_Row]] = {}
         for slot, (request, sample) in enumerate(slots):
             by_sampling.setdefault(request.sampling, []).append(_Row(slot, request, sample))
