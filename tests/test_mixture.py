@@ -214,7 +214,7 @@ def test_another_vocabulary_is_refused(policy: Policy, tmp_path: Path) -> None:
     longer = Policy.load(str(save_model(tmp_path / "more", tokenizer=more)))
     with pytest.raises(ConfigError) as caught:
         speak_the_same_tokens(longer, policy, top_logprobs=4)
-    assert "1 tokens differ, the first of them '<think>', id 16 there and absent here" in str(
+    assert "'<think>' is id 16 there and absent here, the first of 1 that differ" in str(
         caught.value
     )
     folder = save_model(tmp_path / "swapped", tokenizer=build_tokenizer())
@@ -223,7 +223,7 @@ def test_another_vocabulary_is_refused(policy: Policy, tmp_path: Path) -> None:
     vocabulary = text["model"]["vocab"]
     vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
     file.write_text(json.dumps(text))
-    with pytest.raises(ConfigError, match=r"2 tokens differ, the first of them '7', id 10 there"):
+    with pytest.raises(ConfigError, match=r"'7' is id 10 there and id 9 here, the first of 2"):
         speak_the_same_tokens(Policy.load(str(folder)), policy, top_logprobs=4)
 
 
@@ -326,6 +326,22 @@ def test_a_run_with_half_from_another_model(
     page = write_report([mixed.folder, alone.folder], tmp_path / "report.html").read_text()
     assert "other · version 0" in page
     assert f"{tiny_folder} · version 5" in page
+    for name in ("other", tiny_folder):
+        assert f'<tr><th scope="row">{name}</th><td class="number">0.5</td>' in page
+    assert "Policies <small>" not in write_report([alone.folder], tmp_path / "one.html").read_text()
+
+
+def test_whose_turn_it_is_goes_on_from_step_to_step(
+    tiny_folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
+    """Half a sample a step: every other step has one, where each step alone would round alike."""
+    quarter = [{"model": str(other_folder), "share": 0.25, "name": "other"}]
+    few = {"prompts_per_step": 1, "samples_per_prompt": 2}
+    run = {"rollouts_every": 1}
+    result = train(tiny_folder, tmp_path, quarter, rollout=few, run=run)
+    files = sorted((result.folder / "rollouts").iterdir())
+    drawn = [file.read_text().count('"policy": "other"') for file in files]
+    assert drawn == [1, 0, 1, 0, 1, 0]
 
 
 def test_a_run_can_be_drawn_by_another_model_alone(
@@ -375,4 +391,4 @@ def test_the_plan_lists_second_policies(
     assert main(["train", str(file), "--dry-run", "--rollout.policies.0.share=0.3"]) == 0
     printed = capsys.readouterr().out
     assert "share = 0.3" in printed
-    assert "policy      other: draws 30% at temperature 0.6, 330,368 parameters, 1.3 MiB" in printed
+    assert "policy      other: draws 30% at temperature 0.6, 330,496 parameters, 1.3 MiB" in printed

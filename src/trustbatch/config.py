@@ -293,17 +293,21 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict | list):
             raise ConfigError(f"{override!r} treats {table!r} as a table, but it is a value.")
     if isinstance(node, list):
-        raise ConfigError(f"{override!r} sets a whole table of a list: set one key of it.")
+        raise _not_in_list(node, ".".join(tables))
     node[last] = _parse_value(text)
 
 
 def _entry(tables: list[Any], number: str, key: str) -> Any:
     if not number.isdecimal() or int(number) >= len(tables):
-        raise ConfigError(
-            f"{key} is a list of {len(tables)} in the file: name one by its number from 0, as in "
-            f"--{key}.0.share=0.5."
-        )
+        raise _not_in_list(tables, key)
     return tables[int(number)]
+
+
+def _not_in_list(tables: list[Any], key: str) -> ConfigError:
+    return ConfigError(
+        f"{key} is a list of {len(tables)} so far: name one by its number from 0, and a key of it, "
+        f"as in --{key}.0.key=value."
+    )
 
 
 def _parse_value(text: str) -> Any:

@@ -40,9 +40,9 @@ def refuse_other_vocabulary(
     differing = {token for token, _ in own.items() ^ wanted.items()}
     first = min(differing, key=lambda token: (wanted.get(token, own.get(token, 0)), token))
     raise ConfigError(
-        f"The second policy {name!r} has another vocabulary than the trained model: "
-        f"{len(differing)} tokens differ, the first of them {first!r}, {_id(own, first)} there and "
-        f"{_id(wanted, first)} here: choose a model with the same tokenizer."
+        f"The second policy {name!r} has another vocabulary than the trained model: choose a model "
+        f"with the same tokenizer ({first!r} is {_id(own, first)} there and {_id(wanted, first)} "
+        f"here, the first of {len(differing)} that differ)."
     )
 
 
