@@ -376,6 +376,27 @@ def test_a_mixed_run_resumes_exactly(tiny_folder: Path, other_folder: Path, tmp_
         train(tiny_folder, tmp_path / "cut", [{**policies[0], "share": 0.4}])
 
 
+def test_a_session_gives_every_policy_its_own_random_numbers(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    twin = [{"model": str(tiny_folder), "share": 0.5, "name": "twin"}]
+    session = open_session(parse_config(tables(tiny_folder, tmp_path, twin)))
+    session.run.close()
+    engine = session.engine
+    assert isinstance(engine, MixedEngine)
+    requests = make_requests(session.policy, num_samples=6)
+    drawn = [c.token_ids.tolist() for c in engine.trained.generate(requests)]
+    assert drawn != [c.token_ids.tolist() for c in engine.others[0].engine.generate(requests)]
+
+
+def test_a_run_with_another_vocabulary_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    more = build_tokenizer()
+    more.add_tokens(["x"])
+    folder = save_model(tmp_path / "more", tokenizer=more)
+    with pytest.raises(ConfigError, match=r"'other' has another vocabulary .*'x' is id 16 there"):
+        train(tiny_folder, tmp_path, [{"model": str(folder), "share": 0.5, "name": "other"}])
+
+
 def test_a_second_policy_that_is_not_there_is_named(tiny_folder: Path, tmp_path: Path) -> None:
     missing = [{"model": str(tmp_path / "nowhere"), "share": 0.5, "name": "other"}]
     with pytest.raises(ConfigError, match=r"The second policy 'other' can't be loaded: .*nowhere"):

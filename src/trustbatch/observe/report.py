@@ -223,7 +223,8 @@ def _policy_table(run: Run) -> str:
     )
     return (
         "<h4>Policies <small>means over the last tenth of the steps</small></h4>"
-        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>\n'
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>\n"
     )
 
 
