@@ -1,5 +1,5 @@
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -116,6 +116,82 @@ def test_wrong_values_get_a_sentence(tables: dict[str, Any], words: str) -> None
     assert message.endswith((".", "?"))
 
 
+HALF: dict[str, Any] = {"model": "x", "share": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("policies", "words"),
+    [
+        (
+            [HALF | {"shar": 1}],
+            "'rollout.policies.0.shar': did you mean 'rollout.policies.0.share'",
+        ),
+        ([HALF, {"modle": "y", "share": 0}], "did you mean 'rollout.policies.1.model'?"),
+        ([HALF | {"zzz": 1}], "Unknown key 'rollout.policies.0.zzz': known are model, share, name"),
+        ([{"share": 0.5}], "rollout.policies.0.model is missing"),
+        ([HALF, HALF | {"share": 2}], "rollout.policies.1.share = 2: input should be less"),
+        (
+            [HALF | {"temperature": 0}],
+            "rollout.policies.0.temperature = 0: input should be greater",
+        ),
+        ([HALF | {"precision": "int8"}], 'rollout.policies.0.precision = "int8"'),
+        (HALF, "rollout.policies is a list of tables: write [[rollout.policies]]"),
+        (["x"], "rollout.policies.0 is a table: set rollout.policies.0.model"),
+        ([HALF, {"model": "y", "share": 0.6}], "shares that add up to 1.1"),
+        ([HALF, HALF], "rollout.policies has two called 'x': give each a name"),
+        ([HALF | {"name": "m"}], "called 'm', as the trained model: give it a name of its own"),
+    ],
+)
+def test_wrong_second_policies_get_a_sentence(policies: Any, words: str) -> None:
+    message = refused(rollout={"policies": policies})
+    assert words in message
+    assert "\n" not in message or "missing" in message
+    assert message.endswith((".", "?"))
+
+
+def test_every_faulty_second_policy_is_named() -> None:
+    message = refused(rollout={"policies": [{"share": 0.1}, HALF | {"top_p": 0, "top_k": -1}]})
+    assert [line.split()[0] for line in message.splitlines()] == [
+        "rollout.policies.0.model",
+        "rollout.policies.1.top_p",
+        "rollout.policies.1.top_k",
+    ]
+
+
+def test_second_policies_survive_toml_and_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(
+        '[model]\nname = "m"\n[task]\nname = "arithmetic"\n'
+        '[[rollout.policies]]\nmodel = "x"\nshare = 0.6\n'
+        '[[rollout.policies]]\nmodel = "y"\nname = "teacher"\nshare = 0.3\n'
+        '[[rollout.policies]]\nmodel = "z"\nshare = 0.1\ntemperature = 0.7\n'
+    )
+    config = load_config(file, ["--rollout.policies.0.share=0.5"])
+    policies = config.rollout.policies
+    assert [policy.share for policy in policies] == [0.5, 0.3, 0.1]
+    assert [policy.policy_name for policy in policies] == ["x", "teacher", "z"]
+    assert policies[2].temperature == 0.7
+    file.write_text(config.to_toml())
+    assert load_config(file) == config
+    # added up as decimals: as binary numbers these are above 1
+    shares = (0.01, 0.32, 0.56, 0.11)
+    assert sum(shares) > 1
+    parse_config(
+        MINIMAL | {"rollout": {"policies": [{"model": str(s), "share": s} for s in shares]}}
+    )
+    replaced = load_config(file, ['--rollout.policies=[{model = "w", share = 0.25}]'])
+    assert [policy.model for policy in replaced.rollout.policies] == ["w"]
+    for override, words in [
+        ("--rollout.policies.3.share=0.5", "rollout.policies is a list of 3 so far"),
+        ("--rollout.policies.share=0.5", "name one by its number from 0"),
+        ("--rollout.policies.0=0.5", "and a key of it"),
+        ("--rollout.policies.x.share=0.5", "name one by its number from 0"),
+        ("--rollout.policies.0.share.x=1", "it is a value"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            load_config(file, [override])
+
+
 def test_missing_keys_are_named() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({})
@@ -150,7 +226,7 @@ def test_unreadable_files_get_a_sentence(tmp_path: Path) -> None:
 def leaf_fields(model: Any, prefix: str = "") -> list[str]:
     names = []
     for name, field in model.model_fields.items():
-        inner = field.annotation
+        inner = next(iter(get_args(field.annotation)), field.annotation)
         if hasattr(inner, "model_fields") and inner.__name__ != "NamedOptions":
             names += leaf_fields(inner, f"{prefix}{name}.")
         else:

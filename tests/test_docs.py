@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -47,7 +47,8 @@ def run_block(path: Path, code: str, names: dict[str, Any]) -> None:
 def defaults_of_config(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Any]:
     """Every dotted key of the configuration with its default."""
     for name, field in model.model_fields.items():
-        kind = field.annotation
+        # a list of tables is annotated as tuple[Table, ...], and documented as a table
+        kind = next(iter(get_args(field.annotation)), field.annotation)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             if kind is NamedOptions:
                 named = field.default is not PydanticUndefined

@@ -143,8 +143,8 @@ def test_a_position_has_its_own_random_number(
     positions: list[int] = []
     original = sampling.uniforms
 
-    def recording(keys: torch.Tensor, position: int) -> torch.Tensor:
-        positions.append(position)
+    def recording(keys: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+        positions.append(int(torch.as_tensor(position).unique()))  # all rows are as far
         return original(keys, position)
 
     monkeypatch.setattr(sampling, "uniforms", recording)

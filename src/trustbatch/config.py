@@ -7,9 +7,10 @@ the run folder.
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -50,6 +51,30 @@ class NamedOptions(BaseModel):
         return dict(self.model_extra or {})
 
 
+class SecondPolicyConfig(_Table):
+    """[[rollout.policies]]: another, frozen model that draws a share of the completions."""
+
+    model: str
+    """a local folder with a Hugging Face checkpoint, or a model name on the hub"""
+    share: float = Field(ge=0.0, le=1.0)
+    """of each group's samples, exact in the long run"""
+    name: str | None = Field(default=None, min_length=1)
+    """who drew it, in provenance and metrics; the model's name unless told"""
+    temperature: float | None = Field(default=None, ge=0.01, le=100.0)
+    """the rollout's unless told, like the next two"""
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=0)
+    precision: Literal["auto", "float32", "bfloat16"] | None = None
+    """of matrix products; the trained model's unless told"""
+    trust_remote_code: bool = False
+    """run code that comes with this checkpoint"""
+
+    @property
+    def policy_name(self) -> str:
+        """The name that its completions carry."""
+        return self.name or self.model
+
+
 class RolloutConfig(_Table):
     """[rollout]: how completions are drawn."""
 
@@ -72,6 +97,24 @@ class RolloutConfig(_Table):
     """sequences decoded at a time"""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
     """of the engine's matrix products; "auto" is the policy's"""
+    policies: tuple[SecondPolicyConfig, ...] = ()
+    """other models that draw a share of the completions"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RolloutConfig":
+        # as decimals, so that 0.6 + 0.3 + 0.1 is 1
+        total = sum(Decimal(str(policy.share)) for policy in self.policies)
+        if total > 1:
+            raise ValueError(
+                f"rollout.policies has shares that add up to {total}: lower them to 1 in all"
+            )
+        names = [policy.policy_name for policy in self.policies]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"rollout.policies has two called {name!r}: give each a name of its own"
+                )
+        return self
 
 
 class AdvantageConfig(_Table):
@@ -189,6 +232,11 @@ class Config(_Table):
                 "training.reference_model is of use only with objective.reference_kl_coef above 0: "
                 "set it, or remove the model"
             )
+        if self.model.name in [policy.policy_name for policy in self.rollout.policies]:
+            raise ValueError(
+                f"rollout.policies has one called {self.model.name!r}, as the trained model: give "
+                "it a name of its own"
+            )
         num_sequences = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if self.training.mini_batches > num_sequences:
             raise ValueError(
@@ -238,11 +286,30 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not override.startswith("--") or not equals or not key:
         raise ConfigError(f"{override!r} is not an override: write --table.key=value.")
     *tables, last = key.split(".")
-    for table in tables:
-        tree = tree.setdefault(table, {})
-        if not isinstance(tree, dict):
+    node: Any = tree
+    for number, table in enumerate(tables):
+        if isinstance(node, list):
+            node = _entry(node, table, ".".join(tables[:number]))
+        else:
+            node = node.setdefault(table, {})
+        if not isinstance(node, dict | list):
             raise ConfigError(f"{override!r} treats {table!r} as a table, but it is a value.")
-    tree[last] = _parse_value(text)
+    if isinstance(node, list):
+        raise _not_in_list(node, ".".join(tables))
+    node[last] = _parse_value(text)
+
+
+def _entry(tables: list[Any], number: str, key: str) -> Any:
+    if not number.isdecimal() or int(number) >= len(tables):
+        raise _not_in_list(tables, key)
+    return tables[int(number)]
+
+
+def _not_in_list(tables: list[Any], key: str) -> ConfigError:
+    return ConfigError(
+        f"{key} is a list of {len(tables)} so far: name one by its number from 0, and a key of it, "
+        f"as in --{key}.0.key=value."
+    )
 
 
 def _parse_value(text: str) -> Any:
@@ -258,8 +325,14 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         # a key of several types reports each of them: one sentence a key is enough
-        sentences = {tuple(item["loc"][:2]): _sentence(item) for item in reversed(error.errors())}
+        sentences = {_key(item["loc"]): _sentence(item) for item in reversed(error.errors())}
         raise ConfigError("\n".join(reversed(sentences.values()))) from None
+
+
+def _key(location: Sequence[str | int]) -> tuple[str | int, ...]:
+    """Return the part of an error's location that is a key: types of a union may follow it."""
+    in_list = len(location) > 2 and isinstance(location[2], int)
+    return tuple(location[:4] if in_list else location[:2])
 
 
 def _sentence(item: Any) -> str:
@@ -271,7 +344,10 @@ def _sentence(item: Any) -> str:
         hint = f"did you mean {'.'.join([*location[:-1], close[0]])!r}?" if close else ""
         return f"Unknown key {key!r}: {hint or 'known are ' + ', '.join(known) + '.'}"
     if item["type"] in ("model_type", "dict_type"):
-        return f"{key} is a table: set {key}.name, or another key of it."
+        first = next(iter(_known_keys(location)), "name")
+        return f"{key} is a table: set {key}.{first}, or another key of it."
+    if item["type"] == "tuple_type" and _known_keys(location):
+        return f"{key} is a list of tables: write [[{key}]], in two brackets, above each."
     if item["type"] == "missing":
         key = f"{key}.name" if key in ("model", "task") else key
         return f"{key} is missing: set it in the file or with --{key}=..."
@@ -286,10 +362,14 @@ def _prefix(key: str) -> str:
 
 
 def _known_keys(tables: Sequence[str]) -> list[str]:
+    """Return the keys of a table, or of the tables in a list; none where it is a value."""
     model: Any = Config
     for table in tables:
-        model = model.model_fields[table].annotation
-    return list(model.model_fields)
+        if not table.isdecimal():
+            model = model.model_fields[table].annotation
+            # a list of tables is annotated as tuple[Table, ...]
+            model = next(iter(get_args(model)), model)
+    return list(getattr(model, "model_fields", ()))
 
 
 def _as_dict(value: Any) -> Any:

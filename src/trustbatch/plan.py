@@ -2,7 +2,7 @@
 
 import torch
 
-from trustbatch.config import Config
+from trustbatch.config import Config, SecondPolicyConfig
 from trustbatch.policy import count_parameters
 from trustbatch.training.checkpoint import list_checkpoints
 
@@ -30,9 +30,19 @@ def describe_plan(config: Config) -> str:
         f"memory      weights {_size(weights)}, gradients {_size(weights)}, AdamW "
         f"{_size(2 * weights)}, logits of a full micro-batch about {_size(logits)}"
         + (f", reference {_size(weights)}" if needs_reference else ""),
+        *[_second_policy(config, second) for second in rollout.policies],
         f"results     {config.run.path}{_continues(config)}",
     ]
     return "\n".join(lines)
+
+
+def _second_policy(config: Config, second: SecondPolicyConfig) -> str:
+    num_parameters, _ = count_parameters(second.model, trust_remote_code=second.trust_remote_code)
+    temperature = second.temperature or config.rollout.temperature
+    return (
+        f"policy      {second.policy_name}: draws {second.share:.0%} at temperature {temperature}, "
+        f"{num_parameters:,} parameters, {_size(4 * num_parameters)}"
+    )
 
 
 def _device(config: Config) -> str:

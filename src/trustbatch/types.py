@@ -41,6 +41,15 @@ class GenerationRequest:
     token_ids: tuple[int, ...]
     num_samples: int
     sampling: SamplingParams
+    first_sample: int = 0
+    """index of the first sample; the others follow it"""
+    group: int = 0
+    """number of the prompt in the run: whose turn it is where several policies answer"""
+
+    @property
+    def samples(self) -> range:
+        """Indices of the samples to draw."""
+        return range(self.first_sample, self.first_sample + self.num_samples)
 
 
 class FinishReason(StrEnum):

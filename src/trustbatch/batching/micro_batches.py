@@ -66,11 +66,16 @@ class MicroBatch:
     """[T, K]"""
     behaviour_top_logp: Tensor | None
     """[T, K]"""
+    policies: tuple[str, ...]
+    """[B] who drew each row"""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Move every tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{n: v.to(device) for n, v in values.items() if v is not None})
+        moved = {
+            n: v.to(device) for n, v in values.items() if isinstance(v, Tensor | SharedPrompts)
+        }
+        return replace(self, **moved)
 
 
 def micro_batches(
@@ -153,6 +158,7 @@ def _lay_out(sequences: Sequence[TrainSequence], pad_token_id: int, *, shared: b
         advantage=advantage.repeat_interleave(lengths),
         top_token_ids=_cat([completion.top_token_ids for completion in completions]),
         behaviour_top_logp=_cat([completion.behaviour_top_logp for completion in completions]),
+        policies=tuple(completion.provenance.policy for completion in completions),
     )
 
 

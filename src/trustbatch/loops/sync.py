@@ -31,7 +31,7 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
 
         rewards = score(groups, session.task)
         advantages = ADVANTAGES[config.advantage.name](rewards, **config.advantage.options)
-        metrics = rollout_metrics(groups, rewards, version=session.step)
+        metrics = rollout_metrics(groups, rewards, policy=session.policy.name, version=session.step)
         trained_from = time.perf_counter()
         metrics |= session.trainer.train(to_sequences(groups, advantages))
         session.step = step
@@ -69,4 +69,5 @@ def _draw_batch(session: Session) -> list[RolloutGroup]:
         prompts,
         num_samples=rollout.samples_per_prompt,
         sampling=session.sampling,
+        first_group=first,
     )

@@ -38,6 +38,14 @@ _SUMMARY_HEADINGS = (
     "Tokens/s",
     "Notes",
 )
+_POLICY_HEADINGS = {
+    "Share": "share",
+    "Tokens": "tokens",
+    "Reward": "reward",
+    "1\N{NON-BREAKING HYPHEN}ESS": "one_minus_ess",
+    "Mean ratio": "ratio_mean",
+}
+"""heading and the last part of the metric"""
 _SAMPLE_HEADINGS = ("Prompt", "Completion", "Answer", "Reward", "Advantage", "Ending", "Sampled by")
 
 
@@ -192,8 +200,32 @@ def _completions_section(runs: Sequence[Run]) -> str:
 
 
 def _run_samples(index: int, run: Run) -> str:
-    inner = "\n".join(_sample_table(sample) for sample in run.samples)
+    inner = _policy_table(run) + "\n".join(_sample_table(sample) for sample in run.samples)
     return _details(index, run.name, inner or "<p>No completions were saved.</p>")
+
+
+def _policy_table(run: Run) -> str:
+    """Return what each policy contributed, where second policies drew some completions."""
+    if not run.policies:
+        return ""
+    heads = "".join(
+        f'<th scope="col"{_numeric(place > 0)}>{heading}</th>'
+        for place, heading in enumerate(("Policy", *_POLICY_HEADINGS))
+    )
+    rows = "\n".join(
+        f'<tr><th scope="row">{text(policy)}</th>'
+        + "".join(
+            f'<td class="number">{figure(final_mean(run.series(f"policy/{policy}/{key}")[1]))}</td>'
+            for key in _POLICY_HEADINGS.values()
+        )
+        + "</tr>"
+        for policy in run.policies
+    )
+    return (
+        "<h4>Policies <small>means over the last tenth of the steps</small></h4>"
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>\n"
+    )
 
 
 def _sample_table(sample: SampleFile) -> str:

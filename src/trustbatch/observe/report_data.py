@@ -49,6 +49,16 @@ class Run:
         planned = self.option("training", "steps")
         return planned if isinstance(planned, int) else None
 
+    @property
+    def policies(self) -> list[str]:
+        """Names of the policies that drew completions, where there were several."""
+        keys = dict.fromkeys(key for row in self.rows for key in row)
+        return [
+            key.removeprefix("policy/").removesuffix("/share")
+            for key in keys
+            if key.startswith("policy/") and key.endswith("/share")
+        ]
+
     def option(self, table: str, key: str) -> Any:
         """Return a value of the configuration, or None."""
         values = self.config.get(table)

@@ -5,28 +5,47 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trustbatch.types import FinishReason, RolloutGroup
+from trustbatch.types import Completion, FinishReason, RolloutGroup
 
 
 def rollout_metrics(
-    groups: Sequence[RolloutGroup], rewards: Tensor, *, version: int
+    groups: Sequence[RolloutGroup], rewards: Tensor, *, policy: str, version: int
 ) -> dict[str, float]:
     """Describe rewards [groups, samples], lengths and age of a batch about to be trained on.
 
-    `version` is the policy version that trains on it; a completion's lag is how much older it is.
+    `policy` at `version` trains on it; the lag of a completion that it drew itself is how much
+    older that version was. Where second policies drew some, each policy has numbers of its own.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
     truncated = [c.finish_reason is FinishReason.LENGTH for c in completions]
-    lags = [version - c.provenance.version for c in completions]
+    lags = [version - c.provenance.version for c in completions if c.provenance.policy == policy]
     equal = (rewards == rewards[:, :1]).all(dim=1)
-    return {
+    metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
         "reward/equal_groups_fraction": float(equal.double().mean()),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated_fraction": sum(truncated) / len(truncated),
-        "rollout/lag_mean": sum(lags) / len(lags),
-        "rollout/lag_max": float(max(lags)),
     }
+    if lags:
+        metrics["rollout/lag_mean"] = sum(lags) / len(lags)
+        metrics["rollout/lag_max"] = float(max(lags))
+    return metrics | _by_policy(completions, rewards.flatten().tolist())
+
+
+def _by_policy(completions: Sequence[Completion], rewards: Sequence[float]) -> dict[str, float]:
+    """Return share of completions, tokens and mean reward of each policy, if there are several."""
+    rows: dict[str, list[tuple[int, float]]] = {}
+    for completion, reward in zip(completions, rewards, strict=True):
+        row = (len(completion.token_ids), reward)
+        rows.setdefault(completion.provenance.policy, []).append(row)
+    if len(rows) == 1:
+        return {}
+    metrics: dict[str, float] = {}
+    for policy, drawn in rows.items():
+        metrics[f"policy/{policy}/share"] = len(drawn) / len(completions)
+        metrics[f"policy/{policy}/tokens"] = float(sum(tokens for tokens, _ in drawn))
+        metrics[f"policy/{policy}/reward"] = sum(reward for _, reward in drawn) / len(drawn)
+    return metrics

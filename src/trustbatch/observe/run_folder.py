@@ -191,6 +191,8 @@ def _commit() -> str | None:
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
+        if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+            value = {str(number): item for number, item in enumerate(value)}
         if isinstance(value, Mapping):
             flat |= _flatten(value, f"{prefix}{key}.")
         else:

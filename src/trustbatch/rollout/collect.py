@@ -15,16 +15,21 @@ def collect(
     *,
     num_samples: int,
     sampling: SamplingParams,
+    first_group: int = 0,
 ) -> list[RolloutGroup]:
-    """Draw `num_samples` completions of every prompt; one group a prompt, in their order."""
+    """Draw `num_samples` completions of every prompt; one group a prompt, in their order.
+
+    `first_group` is the number of the first prompt in the run.
+    """
     requests = [
         GenerationRequest(
             prompt_id=prompt.id,
             token_ids=encode_checked(policy, prompt, sampling.max_tokens),
             num_samples=num_samples,
             sampling=sampling,
+            group=first_group + number,
         )
-        for prompt in prompts
+        for number, prompt in enumerate(prompts)
     ]
     completions = engine.generate(requests)
     return [

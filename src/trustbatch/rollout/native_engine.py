@@ -81,8 +81,8 @@ class NativeEngine:
         for request in requests:
             self._refuse_too_long(request)
             rows = [
-                Row(num_slots + sample, request, sample, self._key(request, sample))
-                for sample in range(request.num_samples)
+                Row(num_slots + offset, request, sample, self._key(request, sample))
+                for offset, sample in enumerate(request.samples)
             ]
             num_slots += len(rows)
             of_sampling = groups.setdefault(request.sampling, [])

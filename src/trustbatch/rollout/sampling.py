@@ -46,6 +46,12 @@ class Draw:
         return [part for part in parts if part is not None]
 
 
+def policy_seed(seed: int, policy: str) -> int:
+    """Return the seed of a second policy: two policies never share their random numbers."""
+    digest = hashlib.blake2b(f"{seed}|{policy}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little")
+
+
 def sample_key(seed: int, version: int, prompt_id: str, sample: int) -> int:
     """Return the signed 64-bit key of one sample's stream of random numbers."""
     text = f"{seed}|{version}|{sample}|{prompt_id}"

@@ -17,6 +17,7 @@ from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_ste
 from trustbatch.policy import Policy
 from trustbatch.training.logprobs import EntropyUse, TokenLogprobs, token_logprobs
 from trustbatch.training.optimiser import build_adamw, learning_rate_factor
+from trustbatch.training.policy_ratios import policy_ratios
 from trustbatch.types import TrainSequence
 
 MAX_CONSECUTIVE_SKIPS = 5
@@ -112,11 +113,14 @@ class Trainer:
         # with one micro-batch its own forward pass supplies the totals
         totals = self._totals(parts, from_policy=from_policy) if len(parts) > 1 else None
         outputs = []
+        is_mixed = len({policy for part in parts for policy in part.batch.policies}) > 1
         for part in parts:
             tokens = self._tokens(part)
             totals = totals or self.objective.totals(tokens)
             output = self.objective(tokens, totals)
             output.loss.backward()
+            if is_mixed:
+                output.metrics.update(policy_ratios(tokens, part.batch.policies))
             outputs.append(output)
         assert totals is not None
         return totals, outputs

@@ -1,0 +1,44 @@
+"""How far the trained policy is from each of several policies that drew a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trustbatch.objectives import TokenBatch
+from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
+from trustbatch.objectives.metrics import Mean, Metrics
+
+
+@dataclass(frozen=True)
+class PolicyRatios:
+    """Effective sample size and mean of the ratios of one policy's tokens."""
+
+    moments: RatioMoments
+    over_steps = staticmethod(Mean.over_steps)
+
+    def merge(self, other: "PolicyRatios") -> "PolicyRatios":
+        """Pool the ratios of two batches."""
+        return PolicyRatios(self.moments + other.moments)
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return NAME/one_minus_ess and NAME/ratio_mean, or nothing where there is no token."""
+        if not float(self.moments.count):
+            return {}
+        return {
+            f"{name}/one_minus_ess": 1.0 - float(effective_sample_size(self.moments)),
+            f"{name}/ratio_mean": float(self.moments.ratio_sum / self.moments.count),
+        }
+
+
+@torch.no_grad()
+def policy_ratios(tokens: TokenBatch, policies: Sequence[str]) -> Metrics:
+    """Measure the tokens of each policy apart; `policies` [B] says who drew which sequence."""
+    log_ratio = tokens.logp - tokens.behaviour_logp
+    measurable = tokens.measurable()
+    metrics: Metrics = {}
+    for policy in dict.fromkeys(policies):
+        is_own = torch.tensor([name == policy for name in policies], device=log_ratio.device)
+        own = log_ratio[is_own[tokens.sequence] & measurable]
+        metrics[f"policy/{policy}"] = PolicyRatios(RatioMoments.of(own))
+    return metrics
