@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 BLOCK = 32
@@ -28,6 +35,8 @@ NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -51,11 +60,14 @@ def make_model(kind: str, *, tied: bool) -> Any:
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": tied,
     }
-    model: Any = (
-        LlamaForCausalLM(LlamaConfig(**shape))
-        if kind == "llama"
-        else Qwen2ForCausalLM(Qwen2Config(**shape))
-    )
+    model: Any
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    else:
+        # heads wider than the hidden size divided by their number, as Qwen3-0.6B has them
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=32))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
@@ -69,6 +81,7 @@ def write_gguf(
     *,
     quantisation: str = "F32",
     fields: dict[str, Any] | None = None,
+    chat: str | None = CHAT,
     leave_out: str = "",
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
@@ -83,6 +96,9 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    if kind == "qwen3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_tokenizer_model("gpt2")
@@ -94,10 +110,11 @@ def write_gguf(
     # as base models have it: the chat template alone knows what ends a turn
     writer.add_eos_token_id(0)
     writer.add_pad_token_id(0)
-    writer.add_chat_template(CHAT)
+    if chat is not None:
+        writer.add_chat_template(chat)
+    adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}
     for name, value in (fields or {}).items():
-        add = writer.add_string if isinstance(value, str) else writer.add_float32
-        add(name, value)
+        adders[type(value)](name, value)
     for name, values in tensors_of(model, kind).items():
         if leave_out and leave_out in name:
             continue

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf_files import TOKENS, make_model, tensors_of, unpack, write_gguf
 
 import trustbatch
+from gguf_files import TOKENS, make_model, tensors_of, unpack, write_gguf
 from trustbatch.errors import ConfigError
 from trustbatch.gguf import find_gguf
 from trustbatch.policy import Policy, count_parameters
@@ -31,7 +31,7 @@ def llama_file(tmp_path: Path) -> Path:
 
 
 @needs_gguf
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("quantisation", ["F32", "F16", "Q8_0", "Q4_1"])
 def test_values_are_those_of_the_format(kind: str, quantisation: str, tmp_path: Path) -> None:
     original = make_model(kind, tied=False)
@@ -49,7 +49,7 @@ def test_values_are_those_of_the_format(kind: str, quantisation: str, tmp_path: 
 
 
 @needs_gguf
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_model_computes_what_the_original_does(kind: str, tied: bool, tmp_path: Path) -> None:
     original = make_model(kind, tied=tied)
@@ -97,21 +97,18 @@ def test_tokenizer_and_chat_template(kind: str, tmp_path: Path) -> None:
 
 
 @needs_gguf
-def test_bos_is_written_where_the_file_says_so(tmp_path: Path) -> None:
-    import gguf
-
+def test_a_chat_template_that_fails_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
-    original = gguf.GGUFWriter.add_chat_template
+    write_gguf(path, "llama", make_model("llama", tied=True), chat="{{ raise_exception('no') }}")
+    with pytest.raises(ConfigError, match=r"The chat template of .* can't be used \(no\)"):
+        Policy.load(str(path))
 
-    def with_bos(writer: gguf.GGUFWriter, template: str) -> None:
-        writer.add_bos_token_id(1)
-        writer.add_add_bos_token(True)
 
-    gguf.GGUFWriter.add_chat_template = with_bos
-    try:
-        write_gguf(path, "llama", make_model("llama", tied=True))
-    finally:
-        gguf.GGUFWriter.add_chat_template = original
+@needs_gguf
+def test_bos_is_written_where_the_file_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    fields = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.add_bos_token": True}
+    write_gguf(path, "llama", make_model("llama", tied=True), fields=fields, chat=None)
     policy = Policy.load(str(path))
     assert policy.encode(Prompt(id="p", text="he", answer=""))[0] == 1
     assert policy.stop_token_ids == (0,)
@@ -142,7 +139,11 @@ def test_nothing_of_a_file_is_lost_silently(tmp_path: Path) -> None:
     write_gguf(path, "llama", model, fields={"llama.rope.scaling.type": "yarn"})
     with pytest.raises(ConfigError, match=r"sets llama.rope.scaling.type = 'yarn'"):
         count_parameters(str(path))
-    write_gguf(path, "llama", model, fields={"llama.rope.scaling.type": "none"})
+    write_gguf(path, "llama", model, fields={"llama.rope.dimension_count": 8})
+    with pytest.raises(ConfigError, match=r"sets llama.rope.dimension_count = 8"):
+        count_parameters(str(path))
+    harmless = {"llama.rope.scaling.type": "none", "llama.rope.dimension_count": 16}
+    write_gguf(path, "llama", model, fields=harmless)
     assert count_parameters(str(path))[0] > 0
 
 
@@ -163,7 +164,7 @@ def test_other_architectures_and_tokenizers_are_refused(tmp_path: Path) -> None:
     model, path = make_model("llama", tied=True), tmp_path / "a.gguf"
     write_gguf(path, "mamba", model)
     with pytest.raises(
-        ConfigError, match="architecture 'mamba'.*choose one of llama, qwen2, qwen3"
+        ConfigError, match=r"architecture 'mamba'.*choose one of llama, qwen2, qwen3"
     ):
         count_parameters(str(path))
     content = write_gguf(path, "llama", model).read_bytes()
@@ -173,7 +174,7 @@ def test_other_architectures_and_tokenizers_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_path_that_leads_nowhere_is_named() -> None:
-    with pytest.raises(ConfigError, match="'no/such.gguf' is not a file here"):
+    with pytest.raises(ConfigError, match=r"'no/such.gguf' is not a file here"):
         count_parameters("no/such.gguf")
     assert find_gguf("Qwen/Qwen3-0.6B") is None
 

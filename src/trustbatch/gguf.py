@@ -47,8 +47,8 @@ SETTINGS = {
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
 }
-# said a second time by the settings above or by the tensors, or of no effect on the model
-REPEATED_SETTINGS = {"attention.value_length", "rope.dimension_count", "vocab_size"}
+WIDTHS_OF_A_HEAD: tuple[str, ...] = ("attention.value_length", "rope.dimension_count")
+"""settings that must repeat the width of a head: transformers has one for all"""
 REQUIRED_SETTINGS = SETTINGS.keys() - {
     "attention.head_count_kv",
     "attention.key_length",
@@ -80,7 +80,7 @@ BLOCK_TENSORS = {
 class _Architecture:
     """How a kind of model is called in transformers."""
 
-    config: type[PretrainedConfig]
+    config: Callable[..., PretrainedConfig]
     model: Any
     rotates_pairs: bool = False
     """the file rotates neighbouring rows of a head, transformers its two halves"""
@@ -197,14 +197,21 @@ def _config(file: _GgufFile) -> PretrainedConfig:
     missing = REQUIRED_SETTINGS - settings.keys()
     if missing:
         raise ConfigError(
-            f"{file.path} does not say its {file.kind}.{min(missing)}: it is damaged or unfinished, "
-            "so make it again."
+            f"{file.path} does not say its {file.kind}.{min(missing)}: it is damaged or "
+            "unfinished, so make it again."
         )
-    # zero and "none" turn a setting off
+    values = {new: settings[old] for old, new in SETTINGS.items() if old in settings}
+    rope_theta = float(values.pop("rope_theta", 10000.0))
+    heads = values["num_attention_heads"]
+    values = {"num_key_value_heads": heads, "head_dim": values["hidden_size"] // heads, **values}
+    repeated: dict[str, int] = dict.fromkeys(WIDTHS_OF_A_HEAD, values["head_dim"])
+    # zero and "none" turn a setting off; the size of the vocabulary is that of its matrix
     unknown = [
         name
         for name, value in settings.items()
-        if name not in SETTINGS and name not in REPEATED_SETTINGS and value not in (0, "none", [])
+        if name not in SETTINGS
+        and name != "vocab_size"
+        and value not in (0, "none", [], repeated.get(name))
     ]
     if unknown:
         raise ConfigError(
@@ -212,12 +219,9 @@ def _config(file: _GgufFile) -> PretrainedConfig:
             "lost: use the model's Hugging Face folder instead."
         )
     shapes = {tensor.name: tensor.shape.tolist() for tensor in file.tensors}
-    values = {new: settings[old] for old, new in SETTINGS.items() if old in settings}
-    rope_theta = float(values.pop("rope_theta", 10000.0))
-    heads = values["num_attention_heads"]
     token = "tokenizer.ggml.{}_token_id"
     return file.architecture.config(
-        **{"num_key_value_heads": heads, "head_dim": values["hidden_size"] // heads, **values},
+        **values,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         # the file names the fastest dimension first
         vocab_size=shapes.get("token_embd.weight", [0])[-1],
@@ -274,7 +278,8 @@ def _halves(weight: Tensor, heads: int) -> Tensor:
 def _refuse_lost(path: Path, missing: Any, unexpected: Any, mismatched: Any) -> None:
     if missing:
         raise ConfigError(
-            f"{path} lacks the tensor {min(missing)}: it is damaged or unfinished, so make it again."
+            f"{path} lacks the tensor {min(missing)}: it is damaged or unfinished, so make it "
+            "again."
         )
     if unexpected:
         raise ConfigError(

@@ -108,7 +108,8 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerFast, path: Path) -> int | None:
             "Hugging Face folder."
         ) from error
     rest = tokenizer.encode(str(text).rpartition(answer)[2], add_special_tokens=False)
-    return rest[0] if rest and rest[0] in tokenizer.all_special_ids else None
+    first = tokenizer.added_tokens_decoder.get(rest[0]) if rest else None
+    return rest[0] if first is not None and first.special else None
 
 
 def _cuts(words: str | None, is_cut_as_gpt2: bool) -> pre_tokenizers.PreTokenizer:
