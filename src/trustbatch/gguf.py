@@ -204,7 +204,7 @@ def _config(file: _GgufFile) -> PretrainedConfig:
     rope_theta = float(values.pop("rope_theta", 10000.0))
     heads = values["num_attention_heads"]
     values = {"num_key_value_heads": heads, "head_dim": values["hidden_size"] // heads, **values}
-    repeated: dict[str, int] = dict.fromkeys(WIDTHS_OF_A_HEAD, values["head_dim"])
+    repeated: dict[str, Any] = dict.fromkeys(WIDTHS_OF_A_HEAD, values["head_dim"])
     # zero and "none" turn a setting off; the size of the vocabulary is that of its matrix
     unknown = [
         name
