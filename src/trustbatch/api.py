@@ -36,7 +36,8 @@ def train(
     """Train a model and return what came out.
 
     Args:
-        model: local folder or hub name, or a table such as {"name": ..., "device": "cpu"}.
+        model: local folder, GGUF file, "smollm2" or hub name, or a table such as
+            {"name": ..., "device": "cpu"}.
         task: a name, a table such as {"name": "file", "path": "train.jsonl"}, or your own object
             with `name`, `prompt` and `grade`.
         objective: a name, or a table such as {"name": "grpo", "clip_high": 0.28}.

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("runs", nargs="+", help="run folders, e.g. runs/a runs/b")
     report.add_argument("--output", help="the HTML file; report.html of the first run unless given")
     evaluation = commands.add_parser("eval", help="mean reward of a model on a task")
-    evaluation.add_argument("model", help="local folder or hub name")
+    evaluation.add_argument("model", help="local folder, .gguf file, smollm2, or hub name")
     evaluation.add_argument("--task", default="arithmetic", help="arithmetic, or a .jsonl/.parquet")
     evaluation.add_argument("--prompts", type=_at_least_one, default=256, help="default 256")
     evaluation.add_argument("--samples", type=_at_least_one, default=4, help="of each, default 4")

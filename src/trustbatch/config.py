@@ -29,7 +29,7 @@ class ModelConfig(_Table):
     """[model]: what is trained."""
 
     name: str
-    """a local folder with a Hugging Face checkpoint, or a model name on the hub"""
+    """a folder with a Hugging Face checkpoint, a .gguf file, "smollm2", or a name on the hub"""
     device: str = "auto"
     """"auto" is the GPU where there is one, else "cpu\""""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from trustbatch.errors import ConfigError
+from trustbatch.gguf import find_gguf, load_gguf, read_gguf_config
 from trustbatch.padding import positions_of
 from trustbatch.types import Prompt
 
@@ -56,28 +57,19 @@ class Policy:
         precision: str = "auto",
         trust_remote_code: bool = False,
     ) -> "Policy":
-        """Load a checkpoint from a local folder, or from the hub by name."""
+        """Load a checkpoint from a local folder or a GGUF file, or from the hub by name."""
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"model.device = {device!r}, but torch sees no GPU: set it to cpu.")
         if precision == "auto":
             precision = "bfloat16" if device.startswith("cuda") else "float32"
-        _refuse_wrong_folder(name)
-        try:
-            with quiet_bars(only_if=_is_small(Path(name))):
-                model = _AUTO_MODEL.from_pretrained(
-                    name,
-                    dtype=torch.float32,
-                    trust_remote_code=trust_remote_code,
-                    use_safetensors=True,
-                )
-                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(
-                f"model.name = {name!r} could not be loaded: give a local folder with a Hugging "
-                f"Face checkpoint in safetensors, or a model name on the hub ({_first(error)})."
-            ) from error
+        file = find_gguf(name)
+        if file is not None:
+            with quiet_bars():  # it has a line of its own
+                model, tokenizer = load_gguf(file)
+        else:
+            model, tokenizer = _load_folder(name, trust_remote_code=trust_remote_code)
         try:
             model = model.to(device)
         except RuntimeError as error:
@@ -184,6 +176,25 @@ class Policy:
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
 
+def _load_folder(name: str, *, trust_remote_code: bool) -> tuple[Any, PreTrainedTokenizerBase]:
+    _refuse_wrong_folder(name)
+    try:
+        with quiet_bars(only_if=_is_small(Path(name))):
+            model = _AUTO_MODEL.from_pretrained(
+                name,
+                dtype=torch.float32,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"model.name = {name!r} could not be loaded: give a local folder with a Hugging "
+            f"Face checkpoint in safetensors, or a model name on the hub ({_first(error)})."
+        ) from error
+    return model, tokenizer
+
+
 @contextmanager
 def quiet_bars(*, only_if: bool = True) -> Iterator[None]:
     """Keep transformers' progress bars away where there is nothing to wait for."""
@@ -204,9 +215,15 @@ def _is_small(folder: Path) -> bool:
 
 def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int, Any]:
     """Return the number of parameters and the model's config without loading any weight."""
-    _refuse_wrong_folder(name)
+    file = find_gguf(name)
+    if file is None:
+        _refuse_wrong_folder(name)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config = (
+            AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            if file is None
+            else read_gguf_config(file)
+        )
         with torch.device("meta"):
             model = _AUTO_MODEL.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
