@@ -10,12 +10,34 @@ from trustbatch.observe.run_folder import RunFolder
 from trustbatch.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.vllm_engine import VllmEngine
 from trustbatch.tasks import Task, build_task
 from trustbatch.training.checkpoint import damaged, list_checkpoints, restore
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup, SamplingParams
 
-ENGINES = {"native": NativeEngine}
+
+def _native_engine(config: Config, policy: Policy, version: int) -> RolloutEngine:
+    return NativeEngine(
+        policy, seed=config.seed, version=version, max_sequences=config.rollout.max_sequences
+    )
+
+
+def _vllm_engine(config: Config, policy: Policy, version: int) -> RolloutEngine:
+    return VllmEngine(
+        policy,
+        config.rollout.vllm,
+        seed=config.seed,
+        version=version,
+        max_sequences=config.rollout.max_sequences,
+        top_logprobs=config.rollout.top_logprobs,
+        logprob_mode=config.rollout.logprob_mode,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+ENGINES = {"native": _native_engine, "vllm": _vllm_engine}
+"""from the configuration, the policy and its version to an engine that draws from it"""
 
 
 @dataclass(kw_only=True)
@@ -67,9 +89,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     if checkpoints:
         resumed = restore(checkpoints[-1], trainer)
         step, pending = resumed.step, deque(resumed.pending)
-    engine = ENGINES[config.rollout.engine](
-        policy, seed=config.seed, version=step, max_sequences=config.rollout.max_sequences
-    )
+    engine = ENGINES[config.rollout.engine](config, policy, step)
     run.start(step)
     return Session(
         config=config,
