@@ -170,8 +170,7 @@ def open_parcels(parcels: Sequence[Parcel]) -> list[tuple[str, Tensor]]:
 
 def _map_file(path: str, num_bytes: int) -> Tensor:
     """Return the whole file as bytes."""
-    storage = torch.UntypedStorage.from_file(path, True, num_bytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 def _handle(tensor: Tensor) -> CudaHandle:

@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false
+# (types are checked without vLLM, which is optional and large)
 """The receiving end of weight updates inside vLLM: a backend of its weight-transfer API.
 
 vLLM's own IPC backend needs Ray (0.24) and its NCCL backend a second GPU; neither runs on a CPU.

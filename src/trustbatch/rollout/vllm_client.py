@@ -151,7 +151,8 @@ class VllmClient:
         )
 
     def _failure(self, sentence: str) -> EngineError:
-        """End the process, keep its log, and return an error that quotes the end of it."""
+        """Kill the process, keep its log, and return an error that quotes the end of it."""
+        _kill_group(self._process)
         self._end()
         kept = Path(tempfile.gettempdir()) / f"trustbatch-vllm-{self.pid}.log"
         shutil.copyfile(self._log, kept)
@@ -167,7 +168,11 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, death: int) -
     connection.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=CLOSE_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    _kill_group(process)
     process.wait()
     os.close(death)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,3 +1,5 @@
+# pyright: reportMissingImports=false
+# (types are checked without vLLM, which is optional and large)
 """vLLM in this process: start, generate, take over weights, sleep."""
 
 import gc
@@ -14,7 +16,7 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_HOST_IP"] = "127.0.0.1"
 # it knows neither a seed for each request nor the processed log-probs
 os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # a CPU's cores are the trainer's too
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
@@ -23,7 +25,7 @@ import torch
 import vllm
 from vllm import LLM
 from vllm import SamplingParams as VllmSampling
-from vllm.inputs import TokensPrompt
+from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -58,9 +60,9 @@ class VllmHost:
                 # prompts are token ids and texts are decoded elsewhere; weights come by transfer
                 skip_tokenizer_init=True,
                 load_format="dummy",
-                weight_transfer_config={"backend": vllm_backend.BACKEND},  # type: ignore[arg-type]
+                weight_transfer_config={"backend": vllm_backend.BACKEND},
                 worker_extension_cls=f"{vllm_backend.__name__}.WorkerExtension",
-                dtype=settings.precision,  # type: ignore[arg-type]
+                dtype=settings.precision,
                 logprobs_mode=f"{settings.logprob_mode}_logprobs",
                 max_logprobs=settings.max_logprobs,
                 max_model_len=settings.max_model_len,
@@ -94,7 +96,7 @@ class VllmHost:
             name = str(self._num_requests)
             self._num_requests += 1
             places[name] = place
-            prompt = TokensPrompt(prompt_token_ids=list(request.token_ids))
+            prompt = tokens_input(list(request.token_ids))
             engine.add_request(name, prompt, _vllm_sampling(request))
         results: dict[int, SampleResult] = {}
         try:
@@ -108,7 +110,7 @@ class VllmHost:
                 for output in engine.step():
                     if output.finished:
                         place = places.pop(output.request_id)
-                        results[place] = _result(output.outputs[0], requests[place].sampling)  # type: ignore[union-attr]
+                        results[place] = _result(output.outputs[0], requests[place].sampling)
         finally:
             if places:
                 engine.abort_request(list(places))

@@ -22,6 +22,8 @@ def main(arguments: list[str]) -> None:
     _end_with(parent, folder)
     # only this machine's processes meet here
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    # here it goes into the log, which an error quotes
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     connection = Connection(socket)
     host: Any = None
     while True:
