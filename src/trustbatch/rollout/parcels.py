@@ -6,7 +6,8 @@ tensors, in the same process or in another one on the same machine.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import pickle
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,10 +57,14 @@ class Parcel:
     content: Tensor | SharedSlice | CudaHandle
 
 
+Chunk = list[Parcel] | bytes
+"""some parcels; those that leave the process are pickled here, whatever carries them"""
+
+
 class ParcelSender(Protocol):
     """Packs weights in the engine's precision."""
 
-    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Parcel]]:
+    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Chunk]:
         """Yield parcels; a chunk may be forgotten once the engine has taken it."""
         ...
 
@@ -74,7 +79,7 @@ class DirectSender:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Parcel]]:
+    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Chunk]:
         """Yield converted tensors; those that already have the right type are not copied."""
         for chunk in _converted(weights, self.dtype):
             yield [Parcel(name, tensor) for name, tensor in chunk]
@@ -89,12 +94,12 @@ class IpcSender:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Parcel]]:
+    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Chunk]:
         """Yield handles; the memory behind them stays until the next chunk is asked for."""
         for chunk in _converted(weights, self.dtype):
             # the reader does not see this process's stream: finish writing first
             torch.cuda.synchronize()
-            yield [Parcel(name, _handle(tensor)) for name, tensor in chunk]
+            yield pickle.dumps([Parcel(name, _handle(tensor)) for name, tensor in chunk])
             torch.cuda.ipc_collect()
 
     def close(self) -> None:
@@ -112,7 +117,7 @@ class SharedMemorySender:
         self.folder = folder
         self._file: int | None = None
 
-    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Parcel]]:
+    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Chunk]:
         """Return one chunk with everything; a full disk is found before the engine hears of it."""
         tensors = list(weights)
         offsets = [0]
@@ -126,7 +131,7 @@ class SharedMemorySender:
             place = SharedSlice(path, offset, offsets[-1], self.dtype, tuple(tensor.shape))
             place.within(whole).copy_(tensor)
             parcels.append(Parcel(name, place))
-        return iter([parcels])
+        return iter([pickle.dumps(parcels)])
 
     def close(self) -> None:
         """Give the memory back once nobody maps it."""
@@ -149,8 +154,9 @@ class SharedMemorySender:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
 
-def open_parcels(parcels: Sequence[Parcel]) -> list[tuple[str, Tensor]]:
+def open_parcels(chunk: Chunk) -> list[tuple[str, Tensor]]:
     """Return the named tensors; what lies in shared memory is not copied."""
+    parcels: list[Parcel] = pickle.loads(chunk) if isinstance(chunk, bytes) else chunk
     files: dict[str, Tensor] = {}
 
     def opened(content: Tensor | SharedSlice | CudaHandle) -> Tensor:

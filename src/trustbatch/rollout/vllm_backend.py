@@ -8,6 +8,7 @@ backends differ. vLLM reloads layer by layer in both: quantised layers are quant
 values received, and the tensors that CUDA graphs refer to stay where they are.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,9 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
-from trustbatch.rollout.parcels import Parcel, open_parcels
+from trustbatch.rollout.lifeline import end_with
+from trustbatch.rollout.parcels import Chunk, open_parcels
+from trustbatch.rollout.vllm_requests import SERVER_PID
 
 BACKEND = "trustbatch"
 
@@ -40,7 +43,7 @@ class ParcelInitInfo(WeightTransferInitInfo):
 class ParcelUpdateInfo(WeightTransferUpdateInfo):
     """One chunk of an update."""
 
-    parcels: list[Parcel]
+    chunk: Chunk
 
 
 class ParcelTransferEngine(WeightTransferEngine[ParcelInitInfo, ParcelUpdateInfo]):
@@ -54,7 +57,7 @@ class ParcelTransferEngine(WeightTransferEngine[ParcelInitInfo, ParcelUpdateInfo
 
     def receive_weights(self, update_info: ParcelUpdateInfo, load_weights: Any = None) -> None:
         """Load a chunk; vLLM 0.24 says with what, later versions leave it to the backend."""
-        weights: list[tuple[str, Tensor]] = open_parcels(update_info.parcels)
+        weights: list[tuple[str, Tensor]] = open_parcels(update_info.chunk)
         (load_weights or self.model.load_weights)(weights)
         if torch.accelerator.is_available():
             # the sender may reuse its memory as soon as this returns
@@ -92,3 +95,7 @@ class WorkerExtension:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, ParcelTransferEngine)
+
+if int(os.environ.get(SERVER_PID, os.getpid())) != os.getpid():
+    # a process that vLLM started: it must not outlive the server
+    end_with(int(os.environ[SERVER_PID]))

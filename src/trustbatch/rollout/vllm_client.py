@@ -18,7 +18,7 @@ from typing import Any
 
 from trustbatch.errors import EngineError
 from trustbatch.observe.progress import LiveLine
-from trustbatch.rollout.parcels import Parcel
+from trustbatch.rollout.parcels import Chunk
 from trustbatch.rollout.vllm_requests import HostSettings, SampleRequest, SampleResult
 
 CLOSE_SECONDS = 20.0
@@ -94,9 +94,9 @@ class VllmClient:
         """Get ready for new weights."""
         self._call("begin_update", awaited="to begin a weight update", seconds=self._update_seconds)
 
-    def update(self, parcels: list[Parcel]) -> None:
+    def update(self, chunk: Chunk) -> None:
         """Take over some of the weights."""
-        self._call("update", parcels, awaited="to load weights", seconds=self._update_seconds)
+        self._call("update", chunk, awaited="to load weights", seconds=self._update_seconds)
 
     def finish_update(self) -> None:
         """Make the new weights the ones that are sampled from."""

@@ -129,6 +129,7 @@ class VllmEngine:
         config = self.config
         self.policy.model.config.save_pretrained(self._folder.name)
         settings = HostSettings(
+            separate_core=config.mode == "server",
             folder=self._folder.name,
             precision=self.precision,
             quantisation=config.quantisation,

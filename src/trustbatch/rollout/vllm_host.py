@@ -9,8 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-# read when vLLM is imported or started; the scheduler runs in this process, without a server
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# read when vLLM is imported or started
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_HOST_IP"] = "127.0.0.1"
@@ -33,7 +32,7 @@ from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from trustbatch.errors import EngineError
 from trustbatch.rollout import vllm_backend
-from trustbatch.rollout.parcels import Parcel
+from trustbatch.rollout.parcels import Chunk
 from trustbatch.rollout.vllm_requests import HostSettings, SampleRequest, SampleResult
 from trustbatch.types import FinishReason, SamplingParams
 
@@ -49,6 +48,7 @@ class VllmHost:
         self._num_requests = 0
         self._has_sleep_mode = settings.sleep and not current_platform.is_cpu()
         self._asleep: set[str] = set()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings.separate_core))
         _meet_in_a_file(settings.folder)
         options: dict[str, Any] = {}
         if settings.quantisation is not None:
@@ -123,9 +123,9 @@ class VllmHost:
             self._asleep.remove("weights")
         self._llm.start_weight_update()
 
-    def update(self, parcels: list[Parcel]) -> None:
+    def update(self, chunk: Chunk) -> None:
         """Load some of the weights."""
-        self._llm.update_weights({"update_info": {"parcels": parcels}})
+        self._llm.update_weights({"update_info": {"chunk": chunk}})
 
     def finish_update(self) -> None:
         """Finish the layers, and forget keys and values that the old weights computed."""

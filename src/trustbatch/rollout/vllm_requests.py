@@ -7,14 +7,19 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trustbatch.rollout.parcels import Parcel
+from trustbatch.rollout.parcels import Chunk
 from trustbatch.types import FinishReason, SamplingParams
+
+SERVER_PID = "TRUSTBATCH_VLLM_SERVER"
+"""environment variable by which vLLM's own processes know the server that they belong to"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
     """How vLLM is started; the weights come later, as an update like any other."""
 
+    separate_core: bool
+    """schedule and compute in a process of their own, beside the one that handles results"""
     folder: str
     """has the model's config.json, and takes what vLLM needs to write"""
     precision: str
@@ -66,7 +71,7 @@ class Host(Protocol):
         """Get ready for new weights; from here to `finish_update` there is no valid model."""
         ...
 
-    def update(self, parcels: list[Parcel]) -> None:
+    def update(self, chunk: Chunk) -> None:
         """Take over some of the weights."""
         ...
 

@@ -5,21 +5,20 @@ nowhere. When the caller is gone it takes its whole group with it, whatever it i
 """
 
 import os
-import select
-import shutil
-import signal
 import sys
-import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
 from trustbatch.errors import EngineError
+from trustbatch.rollout.lifeline import end_with
+from trustbatch.rollout.vllm_requests import SERVER_PID
 
 
 def main(arguments: list[str]) -> None:
     """Serve calls until the caller hangs up."""
     socket, parent, folder = int(arguments[0]), int(arguments[1]), arguments[2]
-    _end_with(parent, folder)
+    end_with(parent, folder)
+    os.environ[SERVER_PID] = str(os.getpid())
     # only this machine's processes meet here
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     # here it goes into the log, which an error quotes
@@ -48,24 +47,6 @@ def main(arguments: list[str]) -> None:
             connection.send(("done", result))
     if host is not None:
         host.close()
-
-
-def _end_with(parent: int, folder: str) -> None:
-    """Watch the caller from a thread: this one may be deep inside a kernel when it dies."""
-    watched = os.pidfd_open(parent)
-    if os.getppid() != parent:  # it died before it could be watched
-        _end(folder)
-
-    def watch() -> None:
-        select.select([watched], [], [])
-        _end(folder)
-
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
-
-
-def _end(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
 
 
 def _in_one_line(error: Exception) -> str:
