@@ -5,6 +5,7 @@ its weight-transfer API in the precision that the engine computes in, so that ve
 same way as every later one, whether the model came from the hub, a folder or a checkpoint.
 """
 
+import copy
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -127,9 +128,11 @@ class VllmEngine:
 
     def _start(self, max_sequences: int, top_logprobs: int) -> Host:
         config = self.config
-        self.policy.model.config.save_pretrained(self._folder.name)
+        on_gpu = self.policy.device.type == "cuda"
+        self._save_model_config()
         settings = HostSettings(
-            separate_core=config.mode == "server",
+            # on a CPU it would compete for the cores; where vLLM has workers it has one anyway
+            separate_core=config.mode == "server" and (on_gpu or config.tensor_parallel > 1),
             folder=self._folder.name,
             precision=self.precision,
             quantisation=config.quantisation,
@@ -155,6 +158,12 @@ class VllmEngine:
         from trustbatch.rollout.vllm_host import VllmHost
 
         return VllmHost(settings)
+
+    def _save_model_config(self) -> None:
+        """Write what vLLM builds the model from; one made in memory does not say what it is."""
+        model_config = copy.deepcopy(self.policy.model.config)
+        model_config.architectures = [type(self.policy.model).__name__]
+        model_config.save_pretrained(self._folder.name)
 
     def _build_sender(self) -> ParcelSender:
         dtype: torch.dtype = getattr(torch, self.precision)
