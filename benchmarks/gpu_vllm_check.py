@@ -41,6 +41,7 @@ class Report:
         self.start = time.perf_counter()
 
     def write(self, what: str, **values: Any) -> None:
+        """Add a line, and print it."""
         seconds = round(time.perf_counter() - self.start, 1)
         line = json.dumps({"case": self.case, "what": what, "at_seconds": seconds, **values})
         with self.file.open("a") as file:
@@ -121,10 +122,12 @@ def mismatch(
 
 
 def free_gib() -> float:
+    """Return the GPU's free memory."""
     return torch.cuda.mem_get_info()[0] / 2**30 if ON_GPU else float("nan")
 
 
 def start(policy: Policy, report: Report, **options: Any) -> VllmEngine:
+    """Start vLLM, and report how and with what."""
     top_logprobs = options.pop("top_logprobs", 0)
     small = {} if ON_GPU else {"kv_cache_gib": 0.25}
     before = free_gib()
@@ -145,6 +148,7 @@ def start(policy: Policy, report: Report, **options: Any) -> VllmEngine:
 
 
 def check_mismatch(engine: VllmEngine, report: Report) -> None:
+    """Compare log-probs at several sampling settings, and two draws with the same seeds."""
     for options in ({}, {"temperature": 0.6}, {"temperature": 1.2, "top_p": 0.9, "top_k": 50}):
         asked = requests(engine.policy, prompts=16, samples=2, tokens=64, **options)
         drawn = engine.generate(asked)
@@ -208,6 +212,7 @@ def check_sleep(engine: VllmEngine, report: Report) -> None:
 
 
 def case_in_process(policy: Policy, report: Report) -> None:
+    """bfloat16 in this process."""
     engine = start(policy, report, mode="in_process", enforce_eager=True, sleep=ON_GPU)
     check_mismatch(engine, report)
     check_update(engine, report, engine.weight_transfer)
@@ -216,6 +221,7 @@ def case_in_process(policy: Policy, report: Report) -> None:
 
 
 def case_server(policy: Policy, report: Report) -> None:
+    """bfloat16 in a server; weights by CUDA IPC and by shared memory."""
     engine = start(policy, report, enforce_eager=True, sleep=ON_GPU)
     check_mismatch(engine, report)
     check_update(engine, report, engine.weight_transfer)
@@ -226,6 +232,7 @@ def case_server(policy: Policy, report: Report) -> None:
 
 
 def case_fp8(policy: Policy, report: Report) -> None:
+    """FP8 in a server."""
     engine = start(policy, report, enforce_eager=True, quantisation="fp8")
     check_mismatch(engine, report)
     check_update(engine, report, engine.weight_transfer)
@@ -233,14 +240,17 @@ def case_fp8(policy: Policy, report: Report) -> None:
 
 
 def case_throughput(policy: Policy, report: Report) -> None:
+    """A server with CUDA graphs."""
     throughput(policy, report, mode="server")
 
 
 def case_throughput_in_process(policy: Policy, report: Report) -> None:
+    """Everything in one process, without CUDA graphs."""
     throughput(policy, report, mode="in_process", enforce_eager=True)
 
 
 def throughput(policy: Policy, report: Report, **options: Any) -> None:
+    """Time 512 completions of 512 tokens, without and with the 16 most likely tokens."""
     engine = start(policy, report, gpu_memory_utilisation=0.6, top_logprobs=16, **options)
     shape = {"prompts": 64, "samples": 8, "tokens": 512 if ON_GPU else 64}
     engine.generate(requests(policy, prompts=64, samples=1, tokens=16, top_logprobs=16))

@@ -345,28 +345,40 @@ def test_a_server_that_does_not_start_in_time_is_ended(long_folder: Path) -> Non
     assert time.monotonic() - start < 10
 
 
-STARTS_A_SERVER = """
+TRAINER = """
 import sys, time
+from pathlib import Path
+import torch
+sys.path.insert(0, sys.argv[2])
+from test_vllm_engine import LONG_PROMPT, SMALL, ask, largest_difference, load, perturb
 from trustbatch.config import VllmConfig
-from trustbatch.policy import Policy
 from trustbatch.rollout.vllm_engine import VllmEngine
-policy = Policy.load(sys.argv[1], device="cpu", precision="float32")
-engine = VllmEngine(policy, VllmConfig(kv_cache_gib=0.25, enforce_eager=True), seed=0)
-print(engine._host.pid, engine._folder.name, flush=True)
+policy = load(Path(sys.argv[1]))
+engine = VllmEngine(policy, VllmConfig(**SMALL, tensor_parallel=2), seed=0)
+request = ask(policy, LONG_PROMPT)
+differences = [largest_difference(policy, request, engine.generate([request]))]
+perturb(policy, 1)
+engine.load_weights(policy.named_weights(), 1)
+differences.append(largest_difference(policy, request, engine.generate([request])))
+print(max(differences), engine._host.pid, engine._folder.name, flush=True)
 time.sleep(600)
 """
 
 
-def test_a_server_ends_with_a_killed_trainer(long_folder: Path) -> None:
+def test_two_tensor_parallel_workers_agree_and_end_with_a_killed_trainer(
+    long_folder: Path,
+) -> None:
+    """Four processes of vLLM, none of which is told that the trainer dies."""
     trainer = subprocess.Popen(
-        [sys.executable, "-c", STARTS_A_SERVER, str(long_folder)],
+        [sys.executable, "-c", TRAINER, str(long_folder), str(Path(__file__).parent)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
     assert trainer.stdout is not None
-    group, folder = trainer.stdout.readline().split()
-    assert alive_in_group(int(group))
+    difference, group, folder = trainer.stdout.readline().split()
+    assert float(difference) < 1e-3
+    assert len(alive_in_group(int(group))) >= 4
     trainer.kill()
     trainer.wait()
     wait_until_gone(int(group))
