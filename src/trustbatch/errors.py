@@ -26,9 +26,9 @@ class CheckpointError(TrustbatchError):
     """A checkpoint is missing, damaged or belongs to another run."""
 
 
+class EngineError(TrustbatchError):
+    """A rollout engine died, did not answer in time, or can't take what it was given."""
+
+
 class DivergedError(TrustbatchError):
     """Training produced non-finite gradients and was stopped before it could do harm."""
-
-
-class EngineError(TrustbatchError):
-    """An engine died, did not answer in time, or ran out of memory."""

@@ -5,20 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trustbatch.config import Config
+from trustbatch.engines import build_engine, with_second_policies
 from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import RunFolder
 from trustbatch.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.rollout.mixture import MixedEngine, SecondPolicy
-from trustbatch.rollout.native_engine import NativeEngine
-from trustbatch.rollout.sampling import policy_seed
-from trustbatch.rollout.vocabulary import speak_the_same_tokens
 from trustbatch.tasks import Task, build_task
 from trustbatch.training.checkpoint import damaged, list_checkpoints, restore
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup, SamplingParams
-
-ENGINES = {"native": NativeEngine}
 
 
 @dataclass(kw_only=True)
@@ -70,9 +65,8 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     if checkpoints:
         resumed = restore(checkpoints[-1], trainer)
         step, pending = resumed.step, deque(resumed.pending)
-    engine = _build_engine(config, policy, seed=config.seed, version=step)
-    if config.rollout.policies:
-        engine = MixedEngine(engine, _second_policies(config, policy))
+    engine = build_engine(config, policy, version=step)
+    engine = with_second_policies(config, policy, engine)
     run.start(step)
     return Session(
         config=config,
@@ -84,49 +78,6 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         step=step,
         pending=pending,
     )
-
-
-def _build_engine(config: Config, policy: Policy, *, seed: int, version: int) -> RolloutEngine:
-    return ENGINES[config.rollout.engine](
-        policy,
-        seed=seed,
-        version=version,
-        max_sequences=config.rollout.max_sequences,
-        precision=config.rollout.precision,
-    )
-
-
-def _second_policies(config: Config, trained: Policy) -> list[SecondPolicy]:
-    """Load the frozen models that draw a share of the completions, each with an engine."""
-    others = []
-    for second in config.rollout.policies:
-        name = second.policy_name
-        try:
-            policy = Policy.load(
-                second.model,
-                device=config.model.device,
-                precision=second.precision or config.model.precision,
-                trust_remote_code=second.trust_remote_code,
-            )
-        except ConfigError as error:
-            raise ConfigError(f"The second policy {name!r} can't be loaded: {error}") from error
-        policy.name = name
-        speak_the_same_tokens(policy, trained, top_logprobs=config.rollout.top_logprobs)
-        policy.freeze()
-        others.append(
-            SecondPolicy(
-                name=name,
-                engine=_build_engine(
-                    config, policy, seed=policy_seed(config.seed, name), version=0
-                ),
-                share=second.share,
-                context_length=policy.context_length,
-                temperature=second.temperature,
-                top_p=second.top_p,
-                top_k=second.top_k,
-            )
-        )
-    return others
 
 
 def configured_task(config: Config) -> Task:

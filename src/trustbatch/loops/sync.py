@@ -24,8 +24,10 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     for step in range(session.step + 1, config.training.steps + 1):
         start = time.perf_counter()
         num_ahead = min(config.rollout.lag, config.training.steps - step)
+        session.engine.wake()
         while len(session.pending) <= num_ahead:
             session.pending.append(_draw_batch(session))
+        session.engine.sleep()
         groups = session.pending.popleft()
         generated = time.perf_counter()
 

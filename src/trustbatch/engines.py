@@ -1,0 +1,78 @@
+"""Engines as a configuration describes them: the trained policy's, and those of second policies."""
+
+from trustbatch.config import Config
+from trustbatch.errors import ConfigError
+from trustbatch.policy import Policy
+from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.rollout.mixture import MixedEngine, SecondPolicy
+from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.sampling import policy_seed
+from trustbatch.rollout.vllm_engine import VllmEngine
+from trustbatch.rollout.vocabulary import speak_the_same_tokens
+
+
+def build_engine(config: Config, policy: Policy, *, version: int = 0) -> RolloutEngine:
+    """Build the engine that [rollout] describes, second policies left aside."""
+    return _build(config, policy, seed=config.seed, version=version)
+
+
+def with_second_policies(config: Config, policy: Policy, engine: RolloutEngine) -> RolloutEngine:
+    """Let the policies of [[rollout.policies]] draw their shares beside the trained one."""
+    others = [
+        SecondPolicy(
+            name=second.policy_name,
+            engine=_build(
+                config, frozen, seed=policy_seed(config.seed, second.policy_name), version=0
+            ),
+            share=second.share,
+            context_length=frozen.context_length,
+            temperature=second.temperature,
+            top_p=second.top_p,
+            top_k=second.top_k,
+        )
+        for second, frozen in zip(
+            config.rollout.policies, _load_second_policies(config, policy), strict=True
+        )
+    ]
+    return MixedEngine(engine, others) if others else engine
+
+
+def _build(config: Config, policy: Policy, *, seed: int, version: int) -> RolloutEngine:
+    rollout = config.rollout
+    if rollout.engine == "vllm":
+        return VllmEngine(
+            policy,
+            rollout.vllm,
+            seed=seed,
+            version=version,
+            max_sequences=rollout.max_sequences,
+            top_logprobs=rollout.top_logprobs,
+            logprob_mode=rollout.logprob_mode,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    return NativeEngine(
+        policy,
+        seed=seed,
+        version=version,
+        max_sequences=rollout.max_sequences,
+        precision=rollout.precision,
+    )
+
+
+def _load_second_policies(config: Config, trained: Policy) -> list[Policy]:
+    frozen = []
+    for second in config.rollout.policies:
+        name = second.policy_name
+        try:
+            policy = Policy.load(
+                second.model,
+                device=config.model.device,
+                precision=second.precision or config.model.precision,
+                trust_remote_code=second.trust_remote_code,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"The second policy {name!r} can't be loaded: {error}") from error
+        policy.name = name
+        speak_the_same_tokens(policy, trained, top_logprobs=config.rollout.top_logprobs)
+        frozen.append(policy.freeze())
+    return frozen

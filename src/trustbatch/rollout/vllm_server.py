@@ -1,0 +1,58 @@
+"""The process that hosts vLLM: `python -m trustbatch.rollout.vllm_server SOCKET PARENT FOLDER`.
+
+It has its own process group and answers one caller over an inherited pair of sockets; it listens
+nowhere. When the caller is gone it takes its whole group with it, whatever it is doing.
+"""
+
+import os
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from trustbatch.errors import EngineError
+from trustbatch.rollout.lifeline import end_with
+from trustbatch.rollout.vllm_requests import SERVER_PID
+
+
+def main(arguments: list[str]) -> None:
+    """Serve calls until the caller hangs up."""
+    socket, parent, folder = int(arguments[0]), int(arguments[1]), arguments[2]
+    end_with(parent, folder)
+    os.environ[SERVER_PID] = str(os.getpid())
+    # only this machine's processes meet here
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    # here it goes into the log, which an error quotes
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    connection = Connection(socket)
+    host: Any = None
+    while True:
+        try:
+            method, values = connection.recv()
+        except EOFError:
+            break
+        try:
+            if method == "start":
+                # the caller waits for the import too, under its deadline
+                from trustbatch.rollout.vllm_host import VllmHost
+
+                host, result = VllmHost(*values), None
+            else:
+                result = getattr(host, method)(*values)
+        except EngineError as error:
+            connection.send(("refused", str(error)))
+        except Exception as error:  # whatever it is, the caller must hear of it
+            connection.send(("failed", _in_one_line(error)))
+            raise
+        else:
+            connection.send(("done", result))
+    if host is not None:
+        host.close()
+
+
+def _in_one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
