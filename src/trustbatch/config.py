@@ -18,6 +18,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.objectives import Objective, build_objective
 
 DEFAULT_TOP_LOGPROBS = 16
+SHARED_CANARY_EVERY = 10
 
 
 class _Table(BaseModel):
@@ -70,6 +71,15 @@ class RolloutConfig(_Table):
     """train on rollouts that are this many policy versions old"""
     max_sequences: int = Field(default=512, ge=1)
     """sequences decoded at a time"""
+    canary_every: int | None = Field(default=None, ge=0)
+    """weight updates between two comparisons of engine and trainer; 0 is never"""
+
+    @property
+    def updates_per_canary(self) -> int:
+        """Every update, but seldom for an engine on the trainer's own parameters: none is sent."""
+        if self.canary_every is not None:
+            return self.canary_every
+        return SHARED_CANARY_EVERY if self.engine == "native" else 1
 
 
 class AdvantageConfig(_Table):

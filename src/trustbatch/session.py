@@ -8,6 +8,7 @@ from trustbatch.config import Config
 from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import RunFolder
 from trustbatch.policy import Policy
+from trustbatch.rollout.canary import NUM_PROMPTS, Canary
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.tasks import Task, build_task
@@ -26,6 +27,7 @@ class Session:
     task: Task
     policy: Policy
     engine: RolloutEngine
+    canary: Canary
     trainer: Trainer
     run: RunFolder
     step: int
@@ -36,16 +38,7 @@ class Session:
     @property
     def sampling(self) -> SamplingParams:
         """How this run draws tokens."""
-        rollout = self.config.rollout
-        return SamplingParams(
-            max_tokens=rollout.max_tokens,
-            stop_token_ids=self.policy.stop_token_ids,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            top_logprobs=rollout.top_logprobs,
-            logprob_mode=rollout.logprob_mode,
-        )
+        return configured_sampling(self.config, self.policy)
 
 
 def open_session(config: Config, task: Task | None = None) -> Session:
@@ -54,7 +47,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         task = configured_task(config)
     run = RunFolder(config)
     checkpoints = list_checkpoints(run.checkpoints)
-    policy = _load_checkpoint(config, checkpoints[-1]) if checkpoints else _load_policy(config)
+    policy = _load_checkpoint(config, checkpoints[-1]) if checkpoints else load_policy(config)
     trainer = Trainer(
         policy,
         config.build_objective(),
@@ -67,8 +60,13 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     if checkpoints:
         resumed = restore(checkpoints[-1], trainer)
         step, pending = resumed.step, deque(resumed.pending)
-    engine = ENGINES[config.rollout.engine](
-        policy, seed=config.seed, version=step, max_sequences=config.rollout.max_sequences
+    engine = build_engine(config, policy, version=step)
+    canary = Canary(
+        engine,
+        policy,
+        [task.prompt(index) for index in range(NUM_PROMPTS)],
+        max_tokens=config.rollout.max_tokens,
+        every=config.rollout.updates_per_canary,
     )
     run.start(step)
     return Session(
@@ -76,10 +74,32 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         task=task,
         policy=policy,
         engine=engine,
+        canary=canary,
         trainer=trainer,
         run=run,
         step=step,
         pending=pending,
+    )
+
+
+def build_engine(config: Config, policy: Policy, *, version: int = 0) -> RolloutEngine:
+    """Build the engine that [rollout] describes, with the weights of the policy."""
+    return ENGINES[config.rollout.engine](
+        policy, seed=config.seed, version=version, max_sequences=config.rollout.max_sequences
+    )
+
+
+def configured_sampling(config: Config, policy: Policy) -> SamplingParams:
+    """Return how [rollout] says that tokens are drawn."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_tokens,
+        stop_token_ids=policy.stop_token_ids,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        top_logprobs=rollout.top_logprobs,
+        logprob_mode=rollout.logprob_mode,
     )
 
 
@@ -93,14 +113,15 @@ def configured_task(config: Config) -> Task:
 
 def _load_checkpoint(config: Config, checkpoint: Path) -> Policy:
     try:
-        policy = _load_policy(config, str(checkpoint))
+        policy = load_policy(config, str(checkpoint))
     except ConfigError as error:
         raise damaged(checkpoint, error) from error
     policy.name = config.model.name
     return policy
 
 
-def _load_policy(config: Config, name: str | None = None) -> Policy:
+def load_policy(config: Config, name: str | None = None) -> Policy:
+    """Load the model of [model], or another one in its place and precision."""
     return Policy.load(
         name or config.model.name,
         device=config.model.device,
@@ -114,4 +135,4 @@ def _load_reference(config: Config) -> Policy | None:
     if not config.build_objective().reference_kl_coef:
         return None
     name = config.training.reference_model or config.model.name
-    return _load_policy(config, name).freeze()
+    return load_policy(config, name).freeze()

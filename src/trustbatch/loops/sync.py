@@ -21,6 +21,7 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     that run side by side.
     """
     config, run, metrics = session.config, session.run, {}
+    session.canary.at_start(version=session.step)
     for step in range(session.step + 1, config.training.steps + 1):
         start = time.perf_counter()
         num_ahead = min(config.rollout.lag, config.training.steps - step)
@@ -36,6 +37,7 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         metrics |= session.trainer.train(to_sequences(groups, advantages))
         session.step = step
         session.engine.load_weights(session.policy.named_weights(), version=step)
+        metrics |= session.canary.after_update(version=step)
         end = time.perf_counter()
 
         metrics["time/generate_seconds"] = generated - start
