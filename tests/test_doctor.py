@@ -18,11 +18,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trustbatch.cli import main
 from trustbatch.config import Config, parse_config
 from trustbatch.doctor.examine import Examination, examine
-from trustbatch.doctor.show import to_record
 from trustbatch.doctor.verdict import Status, Verdict, judge
 from trustbatch.policy import Policy
 from trustbatch.rollout.fp8 import round_rows
 from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.session import configured_task
 from trustbatch.tiny import build_tokenizer
 from trustbatch.types import Completion, GenerationRequest
@@ -76,12 +76,7 @@ def diagnose(config: Config, policy: Policy, engine: Any) -> tuple[Verdict, Exam
     )
     for value, parameter in zip(before, policy.model.parameters(), strict=True):
         assert torch.equal(value, parameter), "the doctor changed the patient"
-    json.dumps(to_record(examination, judge_of(config, examination)))
-    return judge_of(config, examination), examination
-
-
-def judge_of(config: Config, examination: Examination) -> Verdict:
-    return judge(examination, config)
+    return judge(examination, config), examination
 
 
 def found(verdict: Verdict) -> tuple[set[str], set[str]]:
@@ -108,8 +103,6 @@ class Rewriting(NativeEngine):
 
     @torch.no_grad()
     def _evaluate(self, request: GenerationRequest, completion: Completion) -> Tensor:
-        from trustbatch.rollout.sampling import sampling_logprobs
-
         ids = torch.tensor([[*request.token_ids, *completion.token_ids.tolist()]])
         logits = self.policy.model(input_ids=ids).logits[0, len(request.token_ids) - 1 : -1]
         logp = sampling_logprobs(logits, replace(request.sampling, **self.recorded))
@@ -143,6 +136,35 @@ class Headstrong(NativeEngine):
         return super().generate(
             [replace(r, sampling=replace(r.sampling, **self.own)) for r in requests]
         )
+
+
+class Forgetful(NativeEngine):
+    """Leaves some names out of every update."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over all weights but those of one layer."""
+        super().load_weights([(n, w) for n, w in weights if "layers.1.mlp" not in n], version)
+
+
+class Noisy(NativeEngine):
+    """Spoils its log-probs whenever it applies a temperature."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Add noise to what is recorded."""
+        return [
+            c
+            if c.provenance.temperature == 1.0
+            else replace(c, behaviour_logp=c.behaviour_logp - torch.rand(len(c.token_ids)))
+            for c in super().generate(requests)
+        ]
+
+
+class Leaky(Policy):
+    """A trainer whose log-probs depend on how many rows are computed together."""
+
+    def logits(self, input_ids: Tensor, *, num_last: int) -> Tensor:
+        """Scale the logits with the number of rows."""
+        return super().logits(input_ids, num_last=num_last) * (1.0 + 1e-4 * len(input_ids))
 
 
 def spoil(policy: Policy) -> None:
@@ -267,9 +289,7 @@ def test_staleness_is_found_before_it_does_harm(model_folder: Path) -> None:
 def test_fp8_is_named(model_folder: Path) -> None:
     copy = load(model_folder)
     quantise(copy)
-    verdict, examination = diagnose(
-        config_of(model_folder), load(model_folder), Fp8(copy, seed=0)
-    )
+    verdict, examination = diagnose(config_of(model_folder), load(model_folder), Fp8(copy, seed=0))
     assert found(verdict) == ({"precision"}, set())
     assert "computes in fp8, though it reports float32" in words(verdict)
     assert examination.arithmetic.likeness["fp8"] > 0.9
@@ -361,6 +381,37 @@ def test_sampling_settings_that_nobody_asked_for_are_named(
     assert sentence in words(verdict)
 
 
+def test_a_layer_that_updates_leave_out_is_named(model_folder: Path) -> None:
+    engine = Forgetful(load(model_folder), seed=0)
+    verdict, _ = diagnose(config_of(model_folder), load(model_folder), engine)
+    assert found(verdict) == ({"partial_update"}, set())
+
+
+def test_logprobs_that_fit_nothing_are_named(model_folder: Path) -> None:
+    policy = load(model_folder)
+    config = config_of(model_folder, rollout={"temperature": 0.8})
+    verdict, _ = diagnose(config, policy, Noisy(policy, seed=0))
+    assert found(verdict) == ({"unknown_logprobs"}, {"temperature"})
+
+
+def test_a_trainer_that_depends_on_its_micro_batches_is_named(model_folder: Path) -> None:
+    plain = load(model_folder)
+    policy = Leaky(plain.model, plain.tokenizer, name="leaky", precision="float32")
+    config = config_of(model_folder, training={"share_prompts": False})
+    verdict, _ = diagnose(config, policy, NativeEngine(policy, seed=0))
+    assert found(verdict) == ({"micro_batch"}, set())
+    assert "The trainer disagrees with itself" in words(verdict)
+
+
+def test_tokens_that_fit_no_law_are_named(model_folder: Path) -> None:
+    policy = load(model_folder)
+    config = config_of(model_folder)
+    _, healthy = diagnose(config, policy, NativeEngine(policy, seed=0))
+    sampling = replace(healthy.sampling, z=dict.fromkeys(healthy.sampling.z, 9.0))
+    verdict = judge(replace(healthy, sampling=sampling), config)
+    assert found(verdict) == ({"unknown_law"}, set())
+
+
 def test_what_comes_later_is_noted(model_folder: Path) -> None:
     policy = load(model_folder)
     config = config_of(model_folder, rollout={"lag": 4}, training={"mini_batches": 2})
@@ -368,3 +419,68 @@ def test_what_comes_later_is_noted(model_folder: Path) -> None:
     assert verdict.is_on_policy
     assert "rollout.lag = 4" in words(verdict)
     assert "2 updates of each batch" in words(verdict)
+
+
+CONFIG = """
+[model]
+name = {model!r}
+device = "cpu"
+precision = "float32"
+[task]
+name = "arithmetic"
+[rollout]
+max_tokens = 12
+[run]
+folder = {folder!r}
+"""
+
+
+@pytest.fixture
+def config_file(model_folder: Path, tmp_path: Path) -> str:
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG.format(model=str(model_folder), folder=str(tmp_path / "runs")))
+    return str(file)
+
+
+def test_the_command_of_a_healthy_stack(
+    config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", config_file, "--tokens", "600"]) == 0
+    out = capsys.readouterr().out
+    assert "E[r] = 1.000000" in out
+    assert "On-policy" in out
+    for check in ("weights", "precision", "temperature", "top-p", "log-prob mode", "micro-batch"):
+        assert check in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml"]
+
+
+def test_the_command_of_an_off_policy_stack(
+    config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "doctor.json"
+    arguments = ["--tokens", "600", "--rollout.temperature=0.6", "--json", str(record)]
+    assert main(["doctor", config_file, *arguments]) == 1
+    assert "T = 0.6 by rollout.temperature" in " ".join(capsys.readouterr().out.split())
+    read = json.loads(record.read_text())
+    assert (read["on_policy"], read["faults"]) == (False, [])
+    assert read["by_configuration"] == ["temperature"]
+    assert read["examination"]["sampling"]["drawn"] == "T = 0.6"
+    assert read["examination"]["sampling"]["total"]["one_minus_ess"] > 0.01
+    assert read["findings"][0]["check"] == "weights"
+
+
+def test_the_command_leaves_a_run_as_it_is(config_file: str, tmp_path: Path) -> None:
+    small = ["--training.steps=1", "--rollout.prompts_per_step=2", "--rollout.samples_per_prompt=2"]
+    assert main(["train", config_file, *small]) == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    assert main(["doctor", config_file, "--tokens", "300", "--seed=3"]) == 0
+    assert files == {
+        path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()
+    }
+
+
+def test_a_wrong_configuration_is_status_2(
+    config_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", config_file, "--rollout.temprature=0.6"]) == 2
+    assert "did you mean 'rollout.temperature'" in capsys.readouterr().err

@@ -33,6 +33,8 @@ class ArithmeticResult:
     """of engine and trainer"""
     allowed: float
     """mean |l| that rounding in the trainer's precision explains"""
+    uncertainty: float
+    """mean |l| up to which the trainer itself does not know better"""
     effects: dict[str, Mismatch]
     """what computing in another precision does to the trainer's own log-probs"""
     likeness: dict[str, float]
@@ -47,7 +49,7 @@ class ArithmeticResult:
     @property
     def is_within_noise(self) -> bool:
         """Whether rounding explains the difference."""
-        return self.mismatch.mean_abs <= self.allowed
+        return self.mismatch.mean_abs <= self.uncertainty
 
     @property
     def is_explained(self) -> bool:
@@ -75,22 +77,34 @@ def examine_arithmetic(
     effects = {name: Mismatch.of(-change) for name, change in changes.items()}
     likeness = {name: _cosine(error, change) for name, change in changes.items()}
     allowed = _allowed(policy.precision, effects)
+    say("packing the trainer's batches in other ways")
+    layouts = {
+        name: Mismatch.of(own - logp(packed=other))
+        for name, other in _others(layout, draws).items()
+    }
+    # an engine can't agree better with the trainer than the trainer with itself
+    disagreement = max(found.mean_abs for found in layouts.values())
+    uncertainty = max(allowed, NOISE_FACTOR * disagreement)
     explained_by, own_law = None, None
-    if not mismatch.mean_abs <= allowed:
+    if not mismatch.mean_abs <= uncertainty:
         explained_by = _matching_precision(
             policy.precision, draws.provenance.precision, mismatch, effects, likeness
         )
         if explained_by is None:
             say("trying sampling settings")
             found = search(policy, draws, PLAIN, layout)
-            if found.recorded != PLAIN and found.recorded_residual <= NOISE_FACTOR * allowed:
+            if found.recorded != PLAIN and found.recorded_residual <= NOISE_FACTOR * uncertainty:
                 own_law = found.recorded
-    say("packing the trainer's batches in other ways")
-    layouts = {
-        name: Mismatch.of(own - logp(packed=other))
-        for name, other in _others(layout, draws).items()
-    }
-    return ArithmeticResult(mismatch, allowed, effects, likeness, explained_by, own_law, layouts)
+    return ArithmeticResult(
+        mismatch=mismatch,
+        allowed=allowed,
+        uncertainty=uncertainty,
+        effects=effects,
+        likeness=likeness,
+        explained_by=explained_by,
+        own_law=own_law,
+        layouts=layouts,
+    )
 
 
 def _allowed(precision: str, effects: dict[str, Mismatch]) -> float:

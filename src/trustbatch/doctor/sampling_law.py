@@ -38,7 +38,7 @@ class SamplingResult:
     total: Mismatch
     """as training sees it: policy against recorded numbers"""
     true: Mismatch
-    """policy against the law that the tokens were drawn from"""
+    """policy against the law that the tokens were drawn from, where that is known"""
     parts: dict[str, Mismatch]
     """summands of the total: temperature, support, logprob_mode, arithmetic"""
     num_nonfinite: int
@@ -100,7 +100,7 @@ def examine_sampling(
         num_outside=statistics[configured].num_outside,
         is_tested=weights_agree,
         total=Mismatch.of(total),
-        true=Mismatch.of(logp[policy_law] - statistics[drawn].logp),
+        true=Mismatch.of(logp[policy_law] - statistics[drawn].logp if weights_agree else total),
         parts={
             "temperature": Mismatch.of(logp[policy_law] - logp[drawn.uncut]),
             "support": Mismatch.of(logp[drawn.uncut] - logp[drawn]),

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from trustbatch.doctor.examine import Examination
 from trustbatch.doctor.laws import Law
@@ -36,10 +37,9 @@ def show(console: Console, examination: Examination, verdict: Verdict) -> None:
     for finding in verdict.findings:
         table.add_row(
             finding.check,
-            finding.measured,
+            Text(finding.measured),  # brackets in it are no markup
             f"{finding.part.one_minus_ess:.2g}" if finding.part else "",
-            f"{finding.status}",
-            style=STYLES.get(finding.status) if finding.status is Status.FAULT else None,
+            Text(finding.status, style=STYLES.get(finding.status, "")),
         )
     console.print(table)
     for sentences in verdict.sentences:

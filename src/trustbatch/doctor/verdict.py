@@ -95,7 +95,7 @@ def _weights(e: Examination) -> Finding:
     differs = arithmetic.mismatch.mean_abs
     measured = (
         f"engine and trainer differ by mean |l| = {differs:.2g} at T = 1 (noise: up to "
-        f"{arithmetic.allowed:.1g}); a test update shows {probe.share:.0%} of its effect"
+        f"{arithmetic.uncertainty:.1g}); a test update shows {probe.share:.0%} of its effect"
     )
 
     def fault(cause: str, sentences: str) -> Finding:
@@ -112,7 +112,7 @@ def _weights(e: Examination) -> Finding:
             'rollout.engine = "native" samples from the trainer\'s own parameters.',
         )
     if not arithmetic.is_explained:
-        cured = probe.residual_after <= NOISE_FACTOR * arithmetic.allowed
+        cured = probe.residual_after <= NOISE_FACTOR * arithmetic.uncertainty
         course = (
             "Sending the weights again cures it, so the engine started from other weights: give it "
             "those of model.name, or of the checkpoint that the run continues from."
@@ -127,7 +127,7 @@ def _weights(e: Examination) -> Finding:
             f"{differs:.2g} on average, and neither a precision nor a sampling setting explains "
             f"it. The model is then trained on another model's samples. {course}",
         )
-    usual = max(differs, arithmetic.allowed)
+    usual = max(differs, arithmetic.uncertainty)
     if probe.residual > NOISE_FACTOR * usual and arithmetic.own_law is None:
         return fault(
             "partial_update",
@@ -142,11 +142,12 @@ def _weights(e: Examination) -> Finding:
 def _precision(e: Examination) -> Finding:
     arithmetic, engine = e.arithmetic, e.engine
     effects = ", ".join(
-        f"{name} {effect.mean_abs:.1g}" for name, effect in arithmetic.effects.items()
+        f"in {name} mean |l| = {effect.mean_abs:.2g}, 1-ESS = {effect.one_minus_ess:.2g}"
+        for name, effect in arithmetic.effects.items()
     )
     measured = (
-        f"engine {engine.precision}, trainer {e.trainer_precision}; mean |l| of the trainer "
-        f"against itself in {effects}"
+        f"engine {engine.precision}, trainer {e.trainer_precision}; the trainer against itself: "
+        f"{effects}"
     )
     found = arithmetic.explained_by
     if found is None:
@@ -172,7 +173,10 @@ def _precision(e: Examination) -> Finding:
 def _temperature(e: Examination) -> Finding:
     sampling = e.sampling
     drawn, asked, policy = sampling.drawn, sampling.configured, e.policy_temperature
-    measured = f"tokens fit {drawn} (z = {sampling.z[drawn]:+.1f}); the policy is trained at T = {policy:g}"
+    measured = (
+        f"tokens fit {drawn} (z = {sampling.z[drawn]:+.1f}); the policy is trained at "
+        f"T = {policy:g}"
+    )
     part = sampling.parts["temperature"]
     if sampling.is_tested and drawn.temperature != asked.temperature:
         return Finding(
@@ -244,8 +248,8 @@ def _support(e: Examination) -> Finding:
             f"renormalised over it: they are those of {sampling.recorded} (mean residual "
             f"{sampling.residuals[sampling.recorded]:.1g}, renormalised "
             f"{sampling.residuals[drawn]:.1g}). The ratios leave out the lost mass and look "
-            f"on-policy (1-ESS {sampling.total.one_minus_ess:.1g}, in truth "
-            f"{sampling.true.one_minus_ess:.1g}). Have the engine return processed log-probs, or "
+            f"on-policy (E[r] = {sampling.total.mean_ratio:.3f}, in truth "
+            f"{sampling.true.mean_ratio:.3f}). Have the engine return processed log-probs, or "
             "set rollout.top_p = 1.0 and rollout.top_k = 0.",
         )
     if not drawn.is_full:
@@ -271,7 +275,7 @@ def _logprob_mode(e: Examination) -> Finding:
     measured = f"recorded numbers fit {recorded} (mean residual {residual:.1g}); tokens fit {drawn}"
     if not sampling.is_tested:
         return Finding("log-prob mode", measured, Status.UNKNOWN)
-    noise = e.arithmetic.allowed
+    noise = e.arithmetic.uncertainty
     if e.arithmetic.explained_by:
         noise = max(noise, e.arithmetic.effects[e.arithmetic.explained_by].mean_abs)
     if residual > NOISE_FACTOR * noise / min(recorded.temperature, 1.0):

@@ -25,7 +25,7 @@ try:
 except ImportError:  # not a POSIX system: nothing guards the folder there
     fcntl = None
 
-MAY_CHANGE = ("run.", "rollout.max_sequences")
+MAY_CHANGE = ("run.", "rollout.max_sequences", "rollout.canary_every")
 """keys that a continued run may change: they decide where and how fast, not what is computed"""
 DIVISION_OF_WORK = ("training.micro_batch_tokens", "training.share_prompts")
 """likewise, unless the objective measures its trust in each micro-batch"""
