@@ -135,8 +135,9 @@ def _matching_precision(
 
 def _others(layout: Layout, draws: Draws) -> dict[str, Layout]:
     """Return layouts that ought to give the same numbers."""
-    longest = max(sequence.num_tokens for sequence in draws.sequences)
-    smaller = max(layout.max_tokens // 4, longest)
+    lengths = [sequence.num_tokens for sequence in draws.sequences]
+    # small enough to make several batches of what would be one
+    smaller = max(min(layout.max_tokens, sum(lengths)) // 4, *lengths)
     return {
         f"micro_batch_tokens = {smaller}": Layout(smaller, layout.share_prompts),
         f"share_prompts = {str(not layout.share_prompts).lower()}": Layout(

@@ -1,5 +1,6 @@
 """Tokens drawn for an examination, in a fixed order."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,11 +12,13 @@ from trustbatch.rollout.collect import collect
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Prompt, Provenance, SamplingParams, TrainSequence
 
-PROMPTS_PER_ROUND = 16
 SAMPLES_PER_PROMPT = 4
 LONGEST = 64
 """tokens of a completion: enough for a KV cache to go wrong, few enough for many prompts"""
-MAX_ROUNDS = 32
+FEWEST_COMPLETIONS = 32
+MAX_PROMPTS = 64
+"""in one round"""
+MAX_ROUNDS = 16
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,14 @@ def draw_tokens(
     `label` is part of the prompts' ids, on which random numbers depend: two labels draw
     independently of each other.
     """
-    sampling = replace(sampling, max_tokens=min(sampling.max_tokens, LONGEST))
+    longest = min(sampling.max_tokens, LONGEST, max(num_tokens // FEWEST_COMPLETIONS, 1))
+    sampling = replace(sampling, max_tokens=longest)
+    num_prompts = min(math.ceil(num_tokens / (longest * SAMPLES_PER_PROMPT)), MAX_PROMPTS)
     sequences: list[TrainSequence] = []
     recorded: list[Tensor] = []
     for number in range(MAX_ROUNDS):
-        first = number * PROMPTS_PER_ROUND
-        prompts = [prompt_at(first + place) for place in range(PROMPTS_PER_ROUND)]
+        first = number * num_prompts
+        prompts = [prompt_at(first + place) for place in range(num_prompts)]
         named = [replace(prompt, id=f"doctor-{label}-{prompt.id}") for prompt in prompts]
         groups = collect(engine, policy, named, num_samples=SAMPLES_PER_PROMPT, sampling=sampling)
         for group in groups:
