@@ -148,7 +148,9 @@ def test_a_position_has_its_own_random_number(
         return original(keys, position)
 
     monkeypatch.setattr(sampling, "uniforms", recording)
-    session = open_session(config_of(tiny_folder, tmp_path, training={"steps": 1}))
+    session = open_session(
+        config_of(tiny_folder, tmp_path, training={"steps": 1}, rollout={"canary_every": 0})
+    )
     run(session)
     assert positions == list(range(len(positions)))
     assert len(positions) > 1

@@ -1,6 +1,7 @@
 """The command line: parse, build, call."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,11 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    if options.command != "train" and overrides:
+    if options.command not in ("train", "doctor") and overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     # each command imports what it needs: --help answers at once
     if options.command == "train":
         return _train(options.config, overrides, dry_run=options.dry_run)
+    if options.command == "doctor":
+        return _doctor(options, overrides)
     if options.command == "report":
         return _report(options.runs, options.output)
     if options.command == "eval":
@@ -56,6 +59,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and the plan"
     )
+    doctor = commands.add_parser(
+        "doctor",
+        help="is this stack on-policy? names what is not",
+        epilog="Status 0: on-policy, 1: off-policy. Any key can be set: --rollout.temperature=0.6",
+    )
+    doctor.add_argument("config", help="TOML file, as for train; nothing is trained or written")
+    doctor.add_argument(
+        "--tokens", type=_at_least_one, default=2048, help="drawn and recomputed, default 2048"
+    )
+    doctor.add_argument("--json", help="file for everything that was measured")
     report = commands.add_parser("report", help="write one HTML page about some runs")
     report.add_argument("runs", nargs="+", help="run folders, e.g. runs/a runs/b")
     report.add_argument("--output", help="the HTML file; report.html of the first run unless given")
@@ -112,6 +125,36 @@ def _train(config_file: str, overrides: list[str], *, dry_run: bool) -> int:
     console.print(f"Model   {result.checkpoint}", markup=False, highlight=False)
     console.print(f"Report  {report}", markup=False, highlight=False)
     return 0
+
+
+def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
+    from trustbatch.config import load_config
+    from trustbatch.doctor.examine import examine
+    from trustbatch.doctor.show import show, to_record
+    from trustbatch.doctor.verdict import judge
+    from trustbatch.engines import build_engine
+    from trustbatch.observe.progress import LiveLine
+    from trustbatch.session import configured_task, load_policy
+
+    config = load_config(options.config, overrides)
+    task = configured_task(config)
+    line = LiveLine()
+    line.show(f"loading {config.model.name}")
+    policy = load_policy(config)
+    engine = build_engine(config, policy)
+    try:
+        examination = examine(
+            config, policy, engine, task, num_tokens=options.tokens, say=line.show
+        )
+    finally:
+        engine.close()
+    line.show("examined", last=True)
+    verdict = judge(examination, config)
+    show(Console(soft_wrap=True), examination, verdict)
+    if options.json:
+        record = to_record(examination, verdict)
+        Path(options.json).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return 0 if verdict.is_on_policy else 1
 
 
 def _report(runs: list[str], output: str | None) -> int:

@@ -19,6 +19,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.objectives import Objective, build_objective
 
 DEFAULT_TOP_LOGPROBS = 16
+SHARED_CANARY_EVERY = 10
 
 
 class _Table(BaseModel):
@@ -147,6 +148,8 @@ class RolloutConfig(_Table):
     """sequences decoded at a time"""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
     """of the engine's matrix products; "auto" is the policy's"""
+    canary_every: int | None = Field(default=None, ge=0)
+    """weight updates between two comparisons of engine and trainer; 0 is never"""
     policies: tuple[SecondPolicyConfig, ...] = ()
     """other models that draw a share of the completions"""
     vllm: VllmConfig = VllmConfig()
@@ -171,6 +174,13 @@ class RolloutConfig(_Table):
                 "set that, or remove the table"
             )
         return self
+
+    @property
+    def updates_per_canary(self) -> int:
+        """Every update, but seldom for an engine on the trainer's own parameters: none is sent."""
+        if self.canary_every is not None:
+            return self.canary_every
+        return SHARED_CANARY_EVERY if self.engine == "native" else 1
 
 
 class AdvantageConfig(_Table):

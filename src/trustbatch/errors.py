@@ -32,3 +32,7 @@ class EngineError(TrustbatchError):
 
 class DivergedError(TrustbatchError):
     """Training produced non-finite gradients and was stopped before it could do harm."""
+
+
+class CanaryError(TrustbatchError):
+    """After a weight update the engine samples from something else than the trainer's policy."""

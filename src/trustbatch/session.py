@@ -9,6 +9,7 @@ from trustbatch.engines import build_engine, with_second_policies
 from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import RunFolder
 from trustbatch.policy import Policy
+from trustbatch.rollout.canary import NUM_PROMPTS, Canary
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import Task, build_task
 from trustbatch.training.checkpoint import damaged, list_checkpoints, restore
@@ -24,6 +25,7 @@ class Session:
     task: Task
     policy: Policy
     engine: RolloutEngine
+    canary: Canary
     trainer: Trainer
     run: RunFolder
     step: int
@@ -34,16 +36,7 @@ class Session:
     @property
     def sampling(self) -> SamplingParams:
         """How this run draws tokens."""
-        rollout = self.config.rollout
-        return SamplingParams(
-            max_tokens=rollout.max_tokens,
-            stop_token_ids=self.policy.stop_token_ids,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            top_logprobs=rollout.top_logprobs,
-            logprob_mode=rollout.logprob_mode,
-        )
+        return configured_sampling(self.config, self.policy)
 
 
 def open_session(config: Config, task: Task | None = None) -> Session:
@@ -52,7 +45,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         task = configured_task(config)
     run = RunFolder(config)
     checkpoints = list_checkpoints(run.checkpoints)
-    policy = _load_checkpoint(config, checkpoints[-1]) if checkpoints else _load_policy(config)
+    policy = _load_checkpoint(config, checkpoints[-1]) if checkpoints else load_policy(config)
     trainer = Trainer(
         policy,
         config.build_objective(),
@@ -66,17 +59,38 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         resumed = restore(checkpoints[-1], trainer)
         step, pending = resumed.step, deque(resumed.pending)
     engine = build_engine(config, policy, version=step)
-    engine = with_second_policies(config, policy, engine)
+    canary = Canary(
+        engine,
+        policy,
+        [task.prompt(index) for index in range(NUM_PROMPTS)],
+        max_tokens=config.rollout.max_tokens,
+        every=config.rollout.updates_per_canary,
+    )
     run.start(step)
     return Session(
         config=config,
         task=task,
         policy=policy,
-        engine=engine,
+        engine=with_second_policies(config, policy, engine),
+        canary=canary,
         trainer=trainer,
         run=run,
         step=step,
         pending=pending,
+    )
+
+
+def configured_sampling(config: Config, policy: Policy) -> SamplingParams:
+    """Return how [rollout] says that tokens are drawn."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_tokens,
+        stop_token_ids=policy.stop_token_ids,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        top_logprobs=rollout.top_logprobs,
+        logprob_mode=rollout.logprob_mode,
     )
 
 
@@ -90,14 +104,15 @@ def configured_task(config: Config) -> Task:
 
 def _load_checkpoint(config: Config, checkpoint: Path) -> Policy:
     try:
-        policy = _load_policy(config, str(checkpoint))
+        policy = load_policy(config, str(checkpoint))
     except ConfigError as error:
         raise damaged(checkpoint, error) from error
     policy.name = config.model.name
     return policy
 
 
-def _load_policy(config: Config, name: str | None = None) -> Policy:
+def load_policy(config: Config, name: str | None = None) -> Policy:
+    """Load the model of [model], or another one in its place and precision."""
     return Policy.load(
         name or config.model.name,
         device=config.model.device,
@@ -111,4 +126,4 @@ def _load_reference(config: Config) -> Policy | None:
     if not config.build_objective().reference_kl_coef:
         return None
     name = config.training.reference_model or config.model.name
-    return _load_policy(config, name).freeze()
+    return load_policy(config, name).freeze()

@@ -21,13 +21,12 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     that run side by side.
     """
     config, run, metrics = session.config, session.run, {}
+    session.canary.at_start(version=session.step)
     for step in range(session.step + 1, config.training.steps + 1):
         start = time.perf_counter()
         num_ahead = min(config.rollout.lag, config.training.steps - step)
-        session.engine.wake()
         while len(session.pending) <= num_ahead:
             session.pending.append(_draw_batch(session))
-        session.engine.sleep()
         groups = session.pending.popleft()
         generated = time.perf_counter()
 
@@ -35,9 +34,12 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         advantages = ADVANTAGES[config.advantage.name](rewards, **config.advantage.options)
         metrics = rollout_metrics(groups, rewards, policy=session.policy.name, version=session.step)
         trained_from = time.perf_counter()
+        session.engine.sleep()
         metrics |= session.trainer.train(to_sequences(groups, advantages))
         session.step = step
+        session.engine.wake()
         session.engine.load_weights(session.policy.named_weights(), version=step)
+        metrics |= session.canary.after_update(version=step)
         end = time.perf_counter()
 
         metrics["time/generate_seconds"] = generated - start

@@ -28,6 +28,7 @@ except ImportError:  # not a POSIX system: nothing guards the folder there
 MAY_CHANGE = (
     "run.",
     "rollout.max_sequences",
+    "rollout.canary_every",
     "rollout.vllm.start_seconds",
     "rollout.vllm.generate_seconds",
     "rollout.vllm.update_seconds",

@@ -39,7 +39,7 @@ def token_logprobs(
     entropy: EntropyUse = EntropyUse.NONE,
 ) -> TokenLogprobs:
     """Evaluate softmax(logits / temperature) at the sampled tokens, and at the recorded top K."""
-    logits = _response_logits(policy, batch)  # [T, V]
+    logits = response_logits(policy, batch)  # [T, V]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
@@ -55,7 +55,7 @@ def token_logprobs(
     )
 
 
-def _response_logits(policy: Policy, batch: MicroBatch) -> Tensor:
+def response_logits(policy: Policy, batch: MicroBatch) -> Tensor:
     """Return the logits [T, V] that predict each response token."""
     if batch.prompts is None:
         first = int(batch.column.min())

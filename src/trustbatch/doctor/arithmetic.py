@@ -1,0 +1,151 @@
+"""Weights and precision: does the engine compute what the trainer computes?
+
+Measured on tokens drawn at temperature 1 without a cut, so that no sampling setting plays a part.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trustbatch.doctor.draws import Draws
+from trustbatch.doctor.forwards import FORWARDS, in_precision
+from trustbatch.doctor.laws import Law, Mismatch
+from trustbatch.doctor.recompute import Layout, recompute
+from trustbatch.doctor.search import search
+from trustbatch.policy import Policy
+
+PLAIN = Law()
+FLOAT32_NOISE = 1e-4
+"""mean |l| that float32 engines are allowed: a hundred times what is usual"""
+NOISE_FACTOR = 3.0
+"""two computations in a low precision may differ by this many times its effect on the trainer"""
+SAME_ROUNDING = 0.6
+"""correlation of errors above which they have the same cause"""
+
+
+@dataclass(frozen=True)
+class ArithmeticResult:
+    """How engine and trainer differ on the same tokens, and what explains it."""
+
+    mismatch: Mismatch
+    """of engine and trainer"""
+    allowed: float
+    """mean |l| that rounding in the trainer's precision explains"""
+    uncertainty: float
+    """mean |l| up to which the trainer itself does not know better"""
+    effects: dict[str, Mismatch]
+    """what computing in another precision does to the trainer's own log-probs"""
+    likeness: dict[str, float]
+    """correlation of the engine's error with each of these effects"""
+    explained_by: str | None
+    """precision that the engine evidently computes in, where it is not the trainer's"""
+    own_law: Law | None
+    """sampling settings that the engine evidently adds of its own accord"""
+    layouts: dict[str, Mismatch]
+    """the trainer against itself, packed in other ways"""
+
+    @property
+    def is_within_noise(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.mismatch.mean_abs <= self.uncertainty
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether rounding, a precision or sampling settings explain the difference."""
+        return self.is_within_noise or bool(self.explained_by or self.own_law)
+
+
+def examine_arithmetic(
+    policy: Policy, draws: Draws, layout: Layout, *, say: Callable[[str], None]
+) -> ArithmeticResult:
+    """Recompute tokens drawn under the plain law in several precisions and layouts."""
+
+    def logp(precision: str | None = None, packed: Layout = layout) -> Tensor:
+        with in_precision(policy, precision):
+            return recompute(policy, draws, [PLAIN], packed)[PLAIN].logp
+
+    own = logp()
+    error = draws.recorded - own
+    changes: dict[str, Tensor] = {}
+    for precision in FORWARDS:
+        if precision != policy.precision or precision == "bfloat16":
+            say(f"recomputing {draws.num_tokens} tokens in {precision}")
+            changes[precision] = logp(precision) - own
+    mismatch = Mismatch.of(-error)
+    effects = {name: Mismatch.of(-change) for name, change in changes.items()}
+    likeness = {name: _cosine(error, change) for name, change in changes.items()}
+    allowed = _allowed(policy.precision, effects)
+    say("packing the trainer's batches in other ways")
+    layouts = {
+        name: Mismatch.of(own - logp(packed=other))
+        for name, other in _others(layout, draws).items()
+    }
+    # an engine can't agree better with the trainer than the trainer with itself
+    disagreement = max(found.mean_abs for found in layouts.values())
+    uncertainty = max(allowed, NOISE_FACTOR * disagreement)
+    explained_by, own_law = None, None
+    if not mismatch.mean_abs <= uncertainty:
+        explained_by = _matching_precision(
+            policy.precision, draws.provenance.precision, mismatch, effects, likeness
+        )
+        if explained_by is None:
+            say("trying sampling settings")
+            found = search(policy, draws, PLAIN, layout)
+            if found.recorded != PLAIN and found.recorded_residual <= NOISE_FACTOR * uncertainty:
+                own_law = found.recorded
+    return ArithmeticResult(
+        mismatch=mismatch,
+        allowed=allowed,
+        uncertainty=uncertainty,
+        effects=effects,
+        likeness=likeness,
+        explained_by=explained_by,
+        own_law=own_law,
+        layouts=layouts,
+    )
+
+
+def _allowed(precision: str, effects: dict[str, Mismatch]) -> float:
+    if precision == "float32":
+        return FLOAT32_NOISE
+    noise = max(effects["float32"].mean_abs, effects["bfloat16"].mean_abs)
+    return max(NOISE_FACTOR * noise, FLOAT32_NOISE)
+
+
+def _matching_precision(
+    trainer: str,
+    engine: str,
+    mismatch: Mismatch,
+    effects: dict[str, Mismatch],
+    likeness: dict[str, float],
+) -> str | None:
+    """Return the precision whose rounding errors are the engine's, or are as large as declared."""
+    others = [name for name in effects if name != trainer]
+    best = max(others, key=lambda name: likeness[name])
+    if likeness[best] > SAME_ROUNDING:
+        return best
+    declared = engine in others
+    # kernels differ in how they scale, so errors need not be alike: their size must fit
+    if declared and mismatch.mean_abs <= NOISE_FACTOR * effects[engine].mean_abs:
+        return engine
+    return None
+
+
+def _others(layout: Layout, draws: Draws) -> dict[str, Layout]:
+    """Return layouts that ought to give the same numbers."""
+    lengths = [sequence.num_tokens for sequence in draws.sequences]
+    # small enough to make several batches of what would be one
+    smaller = max(min(layout.max_tokens, sum(lengths)) // 4, *lengths)
+    return {
+        f"micro_batch_tokens = {smaller}": Layout(smaller, layout.share_prompts),
+        f"share_prompts = {str(not layout.share_prompts).lower()}": Layout(
+            layout.max_tokens, not layout.share_prompts
+        ),
+    }
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    finite = torch.isfinite(a) & torch.isfinite(b)
+    return float(torch.nn.functional.cosine_similarity(a[finite], b[finite], dim=0))

@@ -1,0 +1,76 @@
+"""Tokens drawn for an examination, in a fixed order."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trustbatch.policy import Policy
+from trustbatch.rollout.collect import collect
+from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.types import Prompt, Provenance, SamplingParams, TrainSequence
+
+SAMPLES_PER_PROMPT = 4
+LONGEST = 64
+"""tokens of a completion: enough for a KV cache to go wrong, few enough for many prompts"""
+FEWEST_COMPLETIONS = 32
+MAX_PROMPTS = 64
+"""in one round"""
+MAX_ROUNDS = 16
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Completions, and their T tokens laid end to end in the order of the completions."""
+
+    sequences: list[TrainSequence]
+    """the advantage of each is its place in the list: batches are sorted, and this sorts back"""
+    recorded: Tensor
+    """[T] float64, the log-probs that came with the tokens"""
+    provenance: Provenance
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.recorded)
+
+
+def draw_tokens(
+    engine: RolloutEngine,
+    policy: Policy,
+    prompt_at: Callable[[int], Prompt],
+    sampling: SamplingParams,
+    *,
+    num_tokens: int,
+    label: str,
+) -> Draws:
+    """Draw completions of the task's first prompts until there are `num_tokens` tokens.
+
+    `label` is part of the prompts' ids, on which random numbers depend: two labels draw
+    independently of each other.
+    """
+    longest = min(sampling.max_tokens, LONGEST, max(num_tokens // FEWEST_COMPLETIONS, 1))
+    sampling = replace(sampling, max_tokens=longest)
+    num_prompts = min(math.ceil(num_tokens / (longest * SAMPLES_PER_PROMPT)), MAX_PROMPTS)
+    sequences: list[TrainSequence] = []
+    recorded: list[Tensor] = []
+    for number in range(MAX_ROUNDS):
+        first = number * num_prompts
+        prompts = [prompt_at(first + place) for place in range(num_prompts)]
+        named = [replace(prompt, id=f"doctor-{label}-{prompt.id}") for prompt in prompts]
+        groups = collect(engine, policy, named, num_samples=SAMPLES_PER_PROMPT, sampling=sampling)
+        for group in groups:
+            for completion in group.completions:
+                sequences.append(
+                    TrainSequence(
+                        prompt_token_ids=group.prompt_token_ids,
+                        completion=completion,
+                        advantage=float(len(sequences)),
+                    )
+                )
+                recorded.append(completion.behaviour_logp.double())
+        if sum(map(len, recorded)) >= num_tokens:
+            break
+    return Draws(sequences, torch.cat(recorded), sequences[0].completion.provenance)

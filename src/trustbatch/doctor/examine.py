@@ -1,0 +1,90 @@
+"""The examination: draw, recompute, probe. Nothing is trained and nothing is written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trustbatch.config import Config
+from trustbatch.doctor.arithmetic import PLAIN, ArithmeticResult, examine_arithmetic
+from trustbatch.doctor.draws import Draws, draw_tokens
+from trustbatch.doctor.laws import Law
+from trustbatch.doctor.probe import ProbeResult, probe_updates
+from trustbatch.doctor.recompute import Layout, recompute
+from trustbatch.doctor.sampling_law import SamplingResult, examine_sampling
+from trustbatch.policy import Policy
+from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.session import configured_sampling
+from trustbatch.tasks import Task
+from trustbatch.types import Provenance, SamplingParams
+
+DEFAULT_TOKENS = 2048
+PROBE_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Everything that was measured."""
+
+    policy: str
+    trainer_precision: str
+    policy_temperature: float
+    logprob_mode: str
+    """that the configuration asks for"""
+    engine: Provenance
+    num_sequences: int
+    num_tokens: int
+    arithmetic: ArithmeticResult
+    sampling: SamplingResult
+    probe: ProbeResult
+
+
+def examine(
+    config: Config,
+    policy: Policy,
+    engine: RolloutEngine,
+    task: Task,
+    *,
+    num_tokens: int = DEFAULT_TOKENS,
+    say: Callable[[str], None],
+) -> Examination:
+    """Examine a stack; the policy's weights are afterwards what they were before."""
+    sampling = configured_sampling(config, policy)
+    configured = Law.of(sampling)
+    layout = Layout(config.training.micro_batch_tokens, config.training.share_prompts)
+    plain_sampling = SamplingParams(
+        max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids
+    )
+
+    def draw(label: str, how: SamplingParams = plain_sampling, wanted: int = PROBE_TOKENS) -> Draws:
+        say(f"drawing {wanted} tokens ({label})")
+        return draw_tokens(engine, policy, task.prompt, how, num_tokens=wanted, label=label)
+
+    plain = draw("plain", wanted=num_tokens)
+    # at T = 1 without a cut both modes record the same numbers
+    draws = plain if configured == PLAIN else draw("configured", sampling, wanted=num_tokens)
+    arithmetic = examine_arithmetic(policy, plain, layout, say=say)
+    result = examine_sampling(
+        policy,
+        draws,
+        layout,
+        configured=configured,
+        policy_law=Law(config.policy_temperature),
+        recorded_by_config=PLAIN if sampling.logprob_mode == "raw" else configured,
+        engine_precision=arithmetic.explained_by,
+        weights_agree=arithmetic.is_explained,
+        say=say,
+    )
+    probe = probe_updates(
+        engine, policy, draw, lambda drawn: recompute(policy, drawn, [PLAIN], layout)[PLAIN].logp
+    )
+    return Examination(
+        policy=policy.name,
+        trainer_precision=policy.precision,
+        policy_temperature=config.policy_temperature,
+        logprob_mode=sampling.logprob_mode,
+        engine=draws.provenance,
+        num_sequences=len(draws.sequences),
+        num_tokens=draws.num_tokens,
+        arithmetic=arithmetic,
+        sampling=result,
+        probe=probe,
+    )

@@ -1,0 +1,97 @@
+"""Do weight updates arrive? An update of known effect is sent, and taken back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trustbatch.doctor.draws import Draws
+from trustbatch.policy import Policy
+from trustbatch.rollout.engine import RolloutEngine
+
+FIRST_SCALE = 0.01
+MAX_SCALE = 1.0
+WANTED_EFFECT = 0.3
+"""mean |change of log-prob| that stands out from the rounding of any precision"""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """How the engine answered an update of all parameters."""
+
+    share: float
+    """of the update's effect on log-probs that the engine shows: 1 all of it, 0 none"""
+    residual: float
+    """mean |engine - trainer| while the update was in place"""
+    residual_after: float
+    """and after the old weights were sent again"""
+    reports_version: bool
+    """whether the engine said that it had the version which was sent"""
+
+
+def probe_updates(
+    engine: RolloutEngine,
+    policy: Policy,
+    draw: Callable[[str], Draws],
+    logp: Callable[[Draws], Tensor],
+) -> ProbeResult:
+    """Send changed weights, draw, send the old ones, draw again; the policy ends as it began.
+
+    With d = change of the tokens' log-probs in the trainer and e = what the engine recorded minus
+    the trainer's old value, the share is <e, d> / <d, d>: a constant fault of the engine is
+    not related to d and leaves it alone.
+    """
+    version = engine.version
+    before = draw("probe-size")
+    kept = _Snapshot(policy)
+    reference = logp(before)
+    try:
+        scale = FIRST_SCALE
+        kept.perturb(scale)
+        while scale < MAX_SCALE and _mean_abs(logp(before) - reference) < WANTED_EFFECT:
+            scale *= 2
+            kept.perturb(scale)
+        engine.load_weights(policy.named_weights(), version=version + 1)
+        during = draw("probe-during")
+        reports_version = during.provenance.version == version + 1
+        changed = logp(during)
+    finally:
+        kept.restore()
+    engine.load_weights(policy.named_weights(), version=version + 2)
+    unchanged = logp(during)
+    after = draw("probe-after")
+    effect, shown = changed - unchanged, during.recorded - unchanged
+    return ProbeResult(
+        share=float((shown * effect).sum() / effect.square().sum().clamp(min=1e-12)),
+        residual=_mean_abs(during.recorded - changed),
+        residual_after=_mean_abs(after.recorded - logp(after)),
+        reports_version=reports_version,
+    )
+
+
+def _mean_abs(values: Tensor) -> float:
+    return float(values[torch.isfinite(values)].abs().mean())
+
+
+class _Snapshot:
+    """The policy's parameters in host memory, from which they are restored bit for bit."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._parameters = list(policy.model.parameters())
+        self._values = [p.detach().to("cpu", copy=True) for p in self._parameters]
+
+    @torch.no_grad()
+    def perturb(self, scale: float) -> None:
+        """Multiply every value of the snapshot by 1 + scale * normal noise."""
+        self.restore()
+        for seed, parameter in enumerate(self._parameters):
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+            noise = torch.empty_like(parameter).normal_(generator=generator)
+            parameter.mul_(1.0 + scale * noise)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the kept values back into the same storage."""
+        for parameter, value in zip(self._parameters, self._values, strict=True):
+            parameter.copy_(value)

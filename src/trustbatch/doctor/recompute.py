@@ -1,0 +1,86 @@
+"""Drawn tokens under the trainer's own forward pass, a few rows of logits at a time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trustbatch.batching.micro_batches import micro_batches
+from trustbatch.doctor.draws import Draws
+from trustbatch.doctor.laws import Law, LawStatistics
+from trustbatch.policy import Policy
+from trustbatch.rollout.sampling import sampling_logprobs
+from trustbatch.training.logprobs import response_logits
+
+CHUNK_ELEMENTS = 2**24
+"""logits looked at together: 64 MiB in float32, and a handful of copies of it"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the trainer packs sequences into forward passes."""
+
+    max_tokens: int
+    share_prompts: bool
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """Logits [R, V] in float32 that predict R drawn tokens."""
+
+    logits: Tensor
+    target: Tensor
+    """[R]"""
+    recorded: Tensor
+    """[R]"""
+    sequence: Tensor
+    """[R] number of the sequence that each token belongs to"""
+
+
+@torch.no_grad()
+def logit_rows(policy: Policy, draws: Draws, layout: Layout) -> Iterator[LogitRows]:
+    """Yield the logits of all drawn tokens in pieces that fit into memory."""
+    for batch in micro_batches(
+        draws.sequences,
+        max_tokens=layout.max_tokens,
+        pad_token_id=policy.pad_token_id,
+        may_share_prompts=layout.share_prompts and policy.can_share_prompts,
+    ):
+        batch = batch.to(policy.device)
+        logits = response_logits(policy, batch)  # [T, V]
+        size = max(CHUNK_ELEMENTS // logits.shape[-1], 1)
+        for start in range(0, len(logits), size):
+            rows = slice(start, start + size)
+            yield LogitRows(
+                logits[rows].float(),
+                batch.target[rows],
+                batch.behaviour_logp[rows],
+                batch.advantage[rows],
+            )
+
+
+def recompute(
+    policy: Policy, draws: Draws, laws: Sequence[Law], layout: Layout
+) -> dict[Law, LawStatistics]:
+    """Evaluate the drawn tokens under each law of the trainer's logits, in the draws' order."""
+    parts: dict[Law, list[Tensor]] = {law: [] for law in laws}
+    sequences: list[Tensor] = []
+    for rows in logit_rows(policy, draws, layout):
+        sequences.append(rows.sequence)
+        for law in parts:
+            parts[law].append(_statistics(rows, law))
+    # stable: the tokens of a sequence stay in their order
+    order = torch.cat(sequences).argsort(stable=True)
+    return {law: LawStatistics(*torch.cat(part)[order].cpu().T) for law, part in parts.items()}
+
+
+def _statistics(rows: LogitRows, law: Law) -> Tensor:
+    """Return log-prob of the target, mean and variance of the log-prob [R, 3] in float64."""
+    logp = sampling_logprobs(rows.logits, law.sampling)
+    taken = logp.gather(-1, rows.target[:, None]).squeeze(-1)
+    probability = logp.exp()
+    finite = logp.masked_fill(~torch.isfinite(logp), 0.0)  # 0 log 0 = 0
+    mean = (probability * finite).sum(-1)
+    variance = (probability * (finite - mean[:, None]).square()).sum(-1)
+    return torch.stack([taken.double(), mean.double(), variance.double()], dim=-1)

@@ -1,0 +1,106 @@
+"""Which temperature, top-k and top-p do the tokens, or the recorded numbers, speak for?"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trustbatch.doctor.draws import Draws
+from trustbatch.doctor.laws import Law
+from trustbatch.doctor.recompute import Layout, logit_rows
+from trustbatch.policy import Policy
+
+TEMPERATURES = (
+    *(0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
+    *(1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0),
+)
+TOP_K = (0, 1, 5, 10, 20, 40, 50, 100)
+TOP_P = (1.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
+STRAY = 1e-3
+"""share of tokens that a law may lose to rounding at the edge of its support"""
+SURPRISE = 12.0
+"""log-likelihood that each departure from the configured law must gain to be believed"""
+FAR = 10.0
+"""distance of a recorded number from a law that excludes its token"""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best laws among those tried."""
+
+    drawn: Law
+    """by the likelihood of the tokens alone"""
+    recorded: Law
+    """by the distance to the recorded log-probs"""
+    recorded_residual: float
+    """mean of that distance"""
+
+
+def search(
+    policy: Policy,
+    draws: Draws,
+    configured: Law,
+    layout: Layout,
+    *,
+    temperatures: Sequence[float] = TEMPERATURES,
+) -> SearchResult:
+    """Try every combination of the usual settings and the configured one."""
+    temperatures = list(dict.fromkeys((configured.temperature, *temperatures)))
+    supports = [
+        (top_k, top_p)
+        for top_k in dict.fromkeys((configured.top_k, *TOP_K))
+        for top_p in dict.fromkeys((configured.top_p, *TOP_P))
+    ]
+    shape = (len(temperatures), len(supports))
+    likelihood = torch.zeros(shape, dtype=torch.float64, device=policy.device)
+    distance = torch.zeros_like(likelihood)
+    for rows in logit_rows(policy, draws, layout):
+        ordered, _ = rows.logits.sort(dim=-1, descending=True)
+        own = rows.logits.gather(-1, rows.target[:, None])
+        rank = (rows.logits > own).sum(-1, keepdim=True)  # [R, 1]
+        for number, temperature in enumerate(temperatures):
+            full, inside = _logp(ordered, own, rank, temperature, supports)
+            mixed = torch.logaddexp(inside + math.log1p(-STRAY), full + math.log(STRAY))
+            likelihood[number] += mixed.double().sum(0)
+            gap = (inside - rows.recorded[:, None]).abs().nan_to_num(nan=FAR, posinf=FAR)
+            distance[number] += gap.clamp(max=FAR).double().sum(0)
+    laws = [Law(temperature, *support) for temperature in temperatures for support in supports]
+    departures = torch.tensor([_departures(law, configured) for law in laws])
+    score = likelihood.flatten().cpu() - SURPRISE * departures
+    residual = distance.flatten().cpu() / draws.num_tokens
+    # among laws that fit equally well, the one nearest to the configuration
+    nearest = int((residual.clamp(min=1e-6) * (1.0 + 0.1 * departures)).argmin())
+    return SearchResult(laws[int(score.argmax())], laws[nearest], float(residual[nearest]))
+
+
+def _logp(
+    ordered: Tensor,
+    own: Tensor,
+    rank: Tensor,
+    temperature: float,
+    supports: Sequence[tuple[int, float]],
+) -> tuple[Tensor, Tensor]:
+    """Return the targets' log-probs without a cut [R, 1], and under each cut [R, S]."""
+    scaled = ordered / temperature
+    normaliser = scaled.logsumexp(-1, keepdim=True)
+    cumulative = (scaled - normaliser).exp().cumsum(-1)  # [R, V]
+    size = ordered.shape[-1]
+    last = torch.tensor([(min(k, size) if k else size) - 1 for k, _ in supports]).to(ordered.device)
+    top_p = torch.tensor([p for _, p in supports]).to(ordered)
+    within_k = cumulative[:, last]  # [R, S]
+    kept = torch.searchsorted(cumulative, (within_k * top_p).contiguous())
+    kept = torch.where(top_p < 1.0, torch.minimum(kept, last), last)
+    mass = cumulative.gather(-1, kept)
+    full = own / temperature - normaliser
+    return full, torch.where(rank <= kept, full - mass.log(), -torch.inf)
+
+
+def _departures(law: Law, configured: Law) -> int:
+    """Count the settings in which a law differs from the configured one."""
+    return (
+        (law.temperature != configured.temperature)
+        + (law.top_k != configured.top_k)
+        + (law.top_p != configured.top_p)
+    )

@@ -1,0 +1,152 @@
+"""After a weight update the canary sees whether the engine followed; it disturbs nothing."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import trustbatch
+from trustbatch.config import parse_config
+from trustbatch.errors import CanaryError
+from trustbatch.loops.sync import train_sync
+from trustbatch.observe.progress import Progress
+from trustbatch.observe.run_folder import read_metrics
+from trustbatch.policy import Policy
+from trustbatch.rollout.canary import NUM_PROMPTS, TOLERANCES, WIDEST, Canary, _tolerance
+from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.session import Session, open_session
+from trustbatch.tasks import build_task
+from trustbatch.types import Prompt
+
+
+class Deaf(NativeEngine):
+    """Ignores the weights of an update, but counts it."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over the number only."""
+        self._version = version
+
+
+class Digits:
+    """Rewards depend on what is written, so that every update moves the weights."""
+
+    name = "digits"
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(id=str(index), text=f"{index}+1=", answer="")
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        return float(sum(map(ord, completion)))
+
+
+def tables(tiny_folder: Path, folder: Path, **rollout: Any) -> dict[str, Any]:
+    return {
+        "model": {"name": str(tiny_folder), "device": "cpu"},
+        "task": {"name": "arithmetic", "level": 1},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 4, **rollout},
+        "training": {"steps": 3, "learning_rate": 1e-3, "warmup_fraction": 0.0},
+        "run": {"folder": str(folder)},
+    }
+
+
+def canary_of(engine: Any, policy: Policy) -> Canary:
+    task = build_task("arithmetic", seed=0)
+    return Canary(engine, policy, [task.prompt(index) for index in range(NUM_PROMPTS)])
+
+
+def with_engine(session: Session, engine: Any) -> Session:
+    session.engine = session.canary.engine = engine
+    return session
+
+
+def run(session: Session) -> None:
+    try:
+        train_sync(session, Progress("run", session.config.training.steps))
+    finally:
+        session.run.close()
+
+
+def test_a_run_with_canaries_equals_one_without(tiny_folder: Path, tmp_path: Path) -> None:
+    results, weights = {}, {}
+    for every in (0, 1, 2):
+        folder = tmp_path / str(every)
+        settings = tables(tiny_folder, folder, canary_every=every)
+        result = trustbatch.train(**{**settings, "task": Digits()})
+        results[every] = result.metrics
+        weights[every] = load_file(result.checkpoint / "model.safetensors")
+
+    def comparable(every: int) -> list[dict[str, float]]:
+        return [
+            {k: v for k, v in line.items() if not k.startswith(("time/", "canary/"))}
+            for line in results[every]
+        ]
+
+    assert comparable(0) == comparable(1) == comparable(2)
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+    def steps_with_canary(every: int) -> list[int]:
+        return [line["step"] for line in results[every] if "canary/max_abs_logratio" in line]
+
+    assert [steps_with_canary(every) for every in (0, 1, 2)] == [[], [1, 2, 3], [2]]
+    for line in results[1]:
+        assert 0.0 <= line["canary/mean_abs_logratio"] <= line["canary/max_abs_logratio"] < 1e-4
+
+
+def test_an_engine_that_ignores_updates_stops_the_run(tiny_folder: Path, tmp_path: Path) -> None:
+    config = parse_config(tables(tiny_folder, tmp_path, canary_every=1))
+    session = open_session(config, Digits())
+    with_engine(session, Deaf(Policy.load(str(tiny_folder), device="cpu"), seed=0))
+    with pytest.raises(
+        CanaryError,
+        match=r"The engine \(native, float32, version 1\) does not sample from the trainer's "
+        r"policy \(float32, version 1\): .* differ by [\d.]+ on average .* explains 0\.001",
+    ):
+        run(session)
+    assert read_metrics(tmp_path / "run") == []
+
+
+def test_wrong_weights_are_seen_before_the_first_draw(tiny_folder: Path, tmp_path: Path) -> None:
+    session = open_session(parse_config(tables(tiny_folder, tmp_path)))
+    other = Policy.load(str(tiny_folder), device="cpu")
+    with torch.no_grad():
+        other.model.model.layers[0].mlp.down_proj.weight.mul_(1.2)
+    with pytest.raises(CanaryError, match="version 0"):
+        run(with_engine(session, NativeEngine(other, seed=0)))
+
+
+def test_a_switched_off_canary_says_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    config = parse_config(tables(tiny_folder, tmp_path, canary_every=0))
+    session = open_session(config, Digits())
+    run(with_engine(session, Deaf(Policy.load(str(tiny_folder), device="cpu"), seed=0)))
+
+
+def test_the_version_is_compared_too(policy: Policy) -> None:
+    with pytest.raises(CanaryError, match=r"version 3\) does not sample .* version 4\)"):
+        canary_of(NativeEngine(policy, seed=0, version=3), policy).check(4)
+
+
+def test_a_broken_trainer_does_not_pass(policy: Policy, tiny_folder: Path) -> None:
+    engine = NativeEngine(Policy.load(str(tiny_folder), device="cpu"), seed=0)
+    with torch.no_grad():
+        next(policy.model.parameters()).fill_(math.nan)
+    with pytest.raises(CanaryError, match="differ by nan"):
+        canary_of(engine, policy).check(0)
+
+
+def test_how_often_by_default(tiny_folder: Path, tmp_path: Path) -> None:
+    config = parse_config(tables(tiny_folder, tmp_path))
+    assert config.rollout.updates_per_canary == 10
+    config = parse_config(tables(tiny_folder, tmp_path, canary_every=3))
+    assert config.rollout.updates_per_canary == 3
+
+
+def test_the_coarsest_precision_sets_the_tolerance() -> None:
+    assert _tolerance("float32", "float32") == TOLERANCES["float32"]
+    assert _tolerance("bfloat16", "float32") == TOLERANCES["bfloat16"]
+    assert _tolerance("bfloat16", "fp8") == TOLERANCES["fp8"]
+    assert _tolerance("something new", "float32") == WIDEST
