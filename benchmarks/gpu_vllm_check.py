@@ -128,13 +128,14 @@ def free_gib() -> float:
 
 def start(policy: Policy, report: Report, **options: Any) -> VllmEngine:
     """Start vLLM, and report how and with what."""
-    top_logprobs = options.pop("top_logprobs", 0)
+    top_logprobs, precision = options.pop("top_logprobs", 0), options.pop("precision", "auto")
     small = {} if ON_GPU else {"kv_cache_gib": 0.25}
     before = free_gib()
     engine = VllmEngine(
         policy,
         VllmConfig(max_model_len=1024 if ON_GPU else 128, **small, **options),
         seed=0,
+        precision=precision,
         top_logprobs=top_logprobs,
     )
     report.write(
@@ -225,7 +226,7 @@ def case_server(policy: Policy, report: Report) -> None:
     engine = start(policy, report, enforce_eager=True, sleep=ON_GPU)
     check_mismatch(engine, report)
     check_update(engine, report, engine.weight_transfer)
-    engine._sender = SharedMemorySender(getattr(torch, engine.precision), "/dev/shm")
+    engine._sender = SharedMemorySender(getattr(torch, engine.dtype_name), "/dev/shm")
     check_update(engine, report, "shared_memory")
     check_sleep(engine, report)
     engine.close()
@@ -233,7 +234,7 @@ def case_server(policy: Policy, report: Report) -> None:
 
 def case_fp8(policy: Policy, report: Report) -> None:
     """FP8 in a server."""
-    engine = start(policy, report, enforce_eager=True, quantisation="fp8")
+    engine = start(policy, report, precision="fp8", enforce_eager=True)
     check_mismatch(engine, report)
     check_update(engine, report, engine.weight_transfer)
     engine.close()

@@ -31,7 +31,7 @@ def refused(**rollout: Any) -> str:
         ({"engine": "vllm", "vllm": {"mode": "in_process", "weight_transfer": "ipc"}}, "direct"),
         ({"engine": "vllm", "vllm": {"weight_transfer": "direct"}}, "shared_memory"),
         ({"engine": "vllm", "vllm": {"generate_seconds": 0}}, "rollout.vllm.generate_seconds"),
-        ({"engine": "vllm", "vllm": {"quantisation": "int4"}}, "rollout.vllm.quantisation"),
+        ({"engine": "vllm", "precision": "int4"}, "rollout.precision"),
     ],
 )
 def test_wrong_values_get_a_sentence(rollout: dict[str, Any], words: str) -> None:
@@ -57,15 +57,19 @@ def test_a_missing_vllm_is_named(policy: Policy, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "precision", "words"),
     [
-        (VllmConfig(quantisation="fp8"), "needs a GPU"),
-        (VllmConfig(weight_transfer="ipc"), "needs a policy on a GPU"),
+        (VllmConfig(), "fp8", "needs a GPU"),
+        (VllmConfig(weight_transfer="ipc"), "auto", "needs a policy on a GPU"),
     ],
 )
 def test_what_a_cpu_can_not_do_is_refused(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch, config: VllmConfig, words: str
+    policy: Policy,
+    monkeypatch: pytest.MonkeyPatch,
+    config: VllmConfig,
+    precision: str,
+    words: str,
 ) -> None:
     monkeypatch.setattr(vllm_engine, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=words):
-        VllmEngine(policy, config, seed=0)
+        VllmEngine(policy, config, seed=0, precision=precision)

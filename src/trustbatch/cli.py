@@ -75,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluation = commands.add_parser("eval", help="mean reward of a model on a task")
     evaluation.add_argument("model", help="local folder, .gguf file, smollm2, or hub name")
     evaluation.add_argument("--task", default="arithmetic", help="arithmetic, or a .jsonl/.parquet")
+    evaluation.add_argument(
+        "--template", default="{problem}", help="the prompt; {problem} is replaced (files only)"
+    )
     evaluation.add_argument("--prompts", type=_at_least_one, default=256, help="default 256")
     evaluation.add_argument("--samples", type=_at_least_one, default=4, help="of each, default 4")
     evaluation.add_argument("--max-tokens", type=_at_least_one, help="256 where the model allows")
@@ -178,7 +181,13 @@ def _eval(options: argparse.Namespace) -> int:
     is_file = options.task.endswith((".jsonl", ".jsonl.gz", ".parquet"))
     try:
         task = (
-            build_task("file", seed=options.seed, path=options.task, shuffle=False)
+            build_task(
+                "file",
+                seed=options.seed,
+                path=options.task,
+                template=options.template,
+                shuffle=False,
+            )
             if is_file
             else build_task(options.task, seed=options.seed)
         )

@@ -89,9 +89,6 @@ class VllmConfig(_Table):
     """share of the GPU's memory (of the machine's on a CPU) that vLLM takes"""
     kv_cache_gib: float | None = Field(default=None, gt=0.0)
     """size of the KV cache, instead of what gpu_memory_utilisation leaves for it"""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """"auto" is the policy's"""
-    quantisation: Literal["fp8"] | None = None
     weight_transfer: Literal["auto", "direct", "ipc", "shared_memory"] = "auto"
     """how new weights reach vLLM"""
     transfer_folder: str = "/dev/shm"

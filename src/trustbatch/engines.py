@@ -45,6 +45,7 @@ def _build(config: Config, policy: Policy, *, seed: int, version: int) -> Rollou
             rollout.vllm,
             seed=seed,
             version=version,
+            precision=rollout.precision,
             max_sequences=rollout.max_sequences,
             top_logprobs=rollout.top_logprobs,
             logprob_mode=rollout.logprob_mode,

@@ -38,6 +38,7 @@ class VllmEngine:
         *,
         seed: int,
         version: int = 0,
+        precision: str = "auto",
         max_sequences: int = 512,
         top_logprobs: int = 0,
         logprob_mode: str = "processed",
@@ -51,7 +52,9 @@ class VllmEngine:
         self.policy = policy
         self.config = config
         self.seed = seed
-        self.precision = policy.precision if config.precision == "auto" else config.precision
+        self.precision = policy.precision if precision == "auto" else precision
+        # FP8 is made from the bfloat16 values that the trainer's products use
+        self.dtype_name = "bfloat16" if self.precision == "fp8" else self.precision
         self.logprob_mode = logprob_mode
         self.trust_remote_code = trust_remote_code
         self.max_model_len = min(
@@ -134,8 +137,8 @@ class VllmEngine:
             # on a CPU it would compete for the cores; where vLLM has workers it has one anyway
             separate_core=config.mode == "server" and (on_gpu or config.tensor_parallel > 1),
             folder=self._folder.name,
-            precision=self.precision,
-            quantisation=config.quantisation,
+            dtype_name=self.dtype_name,
+            quantisation="fp8" if self.precision == "fp8" else None,
             logprob_mode=self.logprob_mode,
             max_logprobs=self._num_top(top_logprobs),
             max_model_len=self.max_model_len,
@@ -166,7 +169,7 @@ class VllmEngine:
         model_config.save_pretrained(self._folder.name)
 
     def _build_sender(self) -> ParcelSender:
-        dtype: torch.dtype = getattr(torch, self.precision)
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
         if self.weight_transfer == "direct":
             return DirectSender(dtype)
         if self.weight_transfer == "ipc":
@@ -195,12 +198,10 @@ class VllmEngine:
 
     def _refuse_impossible(self) -> None:
         on_cpu = self.policy.device.type == "cpu"
-        if self.config.quantisation == "fp8" and on_cpu:
-            raise ConfigError('rollout.vllm.quantisation = "fp8" needs a GPU: remove it.')
-        if self.config.quantisation == "fp8" and self.precision == "float32":
+        if self.precision == "fp8" and on_cpu:
             raise ConfigError(
-                'rollout.vllm.quantisation = "fp8" is made from bfloat16 values: set '
-                'rollout.vllm.precision = "bfloat16".'
+                'rollout.precision = "fp8" needs a GPU in vLLM: remove it, or set '
+                'rollout.engine = "native", which emulates it on a CPU.'
             )
         if self.weight_transfer == "ipc" and on_cpu:
             raise ConfigError(
@@ -265,7 +266,7 @@ class VllmEngine:
             policy=self.policy.name,
             version=self._version,
             engine="vllm",
-            precision=self.config.quantisation or self.precision,
+            precision=self.precision,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

@@ -62,7 +62,7 @@ class VllmHost:
                 load_format="dummy",
                 weight_transfer_config={"backend": vllm_backend.BACKEND},
                 worker_extension_cls=f"{vllm_backend.__name__}.WorkerExtension",
-                dtype=settings.precision,
+                dtype=settings.dtype_name,
                 logprobs_mode=f"{settings.logprob_mode}_logprobs",
                 max_logprobs=settings.max_logprobs,
                 max_model_len=settings.max_model_len,

@@ -22,7 +22,7 @@ class HostSettings:
     """schedule and compute in a process of their own, beside the one that handles results"""
     folder: str
     """has the model's config.json, and takes what vLLM needs to write"""
-    precision: str
+    dtype_name: str
     quantisation: str | None
     logprob_mode: str
     max_logprobs: int
