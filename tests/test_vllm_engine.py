@@ -195,6 +195,15 @@ def test_draws_depend_on_seed_version_prompt_and_sample_alone(engine: VllmEngine
     assert len({tuple(t) for t in tokens(among)}) > 6, "samples differ from each other"
 
 
+def test_more_prompts_than_fit_into_one_step_keep_their_seeds(engine: VllmEngine) -> None:
+    """Together 14,000 tokens; vLLM computes at most 4,096 at a time."""
+    prompts = [f"{number}+" + LONG_PROMPT[: 260 + number] for number in range(10, 60)]
+    together = engine.generate([ask(engine.policy, prompt, 1) for prompt in prompts])
+    for number in (0, 25, 49):
+        alone = engine.generate([ask(engine.policy, prompts[number], 1)])
+        assert tokens(alone) == tokens([together[number]])
+
+
 def tokens(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids.tolist() for completion in completions]
 
