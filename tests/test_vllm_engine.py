@@ -384,6 +384,7 @@ def test_two_tensor_parallel_workers_agree_and_end_with_a_killed_trainer(
     long_folder: Path,
 ) -> None:
     """Four processes of vLLM, none of which is told that the trainer dies."""
+    segments_before = set(Path("/dev/shm").iterdir())
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(long_folder), str(Path(__file__).parent)],
         stdout=subprocess.PIPE,
@@ -394,10 +395,12 @@ def test_two_tensor_parallel_workers_agree_and_end_with_a_killed_trainer(
     difference, group, folder = trainer.stdout.readline().split()
     assert float(difference) < 1e-3
     assert len(alive_in_group(int(group))) >= 4
+    assert set(Path("/dev/shm").iterdir()) > segments_before, "vLLM's queues"
     trainer.kill()
     trainer.wait()
     wait_until_gone(int(group))
     assert not Path(folder).exists()
+    assert set(Path("/dev/shm").iterdir()) <= segments_before
 
 
 def test_a_run_trains_on_what_vllm_draws(tiny_folder: Path, tmp_path: Path) -> None:
