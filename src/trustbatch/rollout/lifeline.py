@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 SHARED_SEGMENT = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|vllm_)\S+")
-"""names that Python and vLLM give to shared memory, which outlives its users unless one removes it"""
+"""names that Python and vLLM give to shared memory, which outlives those who do not remove it"""
 
 
 def kill_group(group: int) -> None:
