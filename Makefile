@@ -24,7 +24,7 @@ test-fast: $(VENV)/.installed-dev
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c 'import vllm'
-	$(VLLM_VENV)/bin/python -m pytest -m vllm
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/test_vllm_*.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests benchmarks examples

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -61,6 +62,11 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def logs_of_failures_go_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def load(folder: Path) -> Policy:
@@ -187,6 +193,15 @@ def test_draws_depend_on_seed_version_prompt_and_sample_alone(engine: VllmEngine
     among = engine.generate([ask(engine.policy, p, 6) for p in ("1+1=", "9=", "90-12=")])
     assert tokens(among[6:10]) == tokens(alone)
     assert len({tuple(t) for t in tokens(among)}) > 6, "samples differ from each other"
+
+
+def test_more_prompts_than_fit_into_one_step_keep_their_seeds(engine: VllmEngine) -> None:
+    """Together 14,000 tokens; vLLM computes at most 4,096 at a time."""
+    prompts = [f"{number}+" + LONG_PROMPT[: 260 + number] for number in range(10, 60)]
+    together = engine.generate([ask(engine.policy, prompt, 1) for prompt in prompts])
+    for number in (0, 25, 49):
+        alone = engine.generate([ask(engine.policy, prompts[number], 1)])
+        assert tokens(alone) == tokens([together[number]])
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -369,6 +384,7 @@ def test_two_tensor_parallel_workers_agree_and_end_with_a_killed_trainer(
     long_folder: Path,
 ) -> None:
     """Four processes of vLLM, none of which is told that the trainer dies."""
+    segments_before = set(Path("/dev/shm").iterdir())
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(long_folder), str(Path(__file__).parent)],
         stdout=subprocess.PIPE,
@@ -379,10 +395,12 @@ def test_two_tensor_parallel_workers_agree_and_end_with_a_killed_trainer(
     difference, group, folder = trainer.stdout.readline().split()
     assert float(difference) < 1e-3
     assert len(alive_in_group(int(group))) >= 4
+    assert set(Path("/dev/shm").iterdir()) > segments_before, "vLLM's queues"
     trainer.kill()
     trainer.wait()
     wait_until_gone(int(group))
     assert not Path(folder).exists()
+    assert set(Path("/dev/shm").iterdir()) <= segments_before
 
 
 def test_a_run_trains_on_what_vllm_draws(tiny_folder: Path, tmp_path: Path) -> None:

@@ -1,10 +1,24 @@
-"""Ending a helper's process group when the process that it works for is gone."""
+"""Ending a helper's process group, also when the process that it works for is gone."""
 
+import contextlib
 import os
+import re
 import select
 import shutil
 import signal
 import threading
+from pathlib import Path
+
+SHARED_SEGMENT = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|vllm_)\S+")
+"""names that Python and vLLM give to shared memory, which outlives those who do not remove it"""
+
+
+def kill_group(group: int) -> None:
+    """Kill all processes of a group, and remove the shared memory that they would have removed."""
+    for segment in _shared_segments(group):
+        Path(segment).unlink(missing_ok=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def end_with(pid: int, folder: str | None = None) -> None:
@@ -28,4 +42,15 @@ def end_with(pid: int, folder: str | None = None) -> None:
 def _end(folder: str | None) -> None:
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+    kill_group(os.getpgid(0))
+
+
+def _shared_segments(group: int) -> set[str]:
+    """Return the segments that processes of the group have mapped."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        # a process may end while it is looked at
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                found.update(SHARED_SEGMENT.findall((process / "maps").read_text()))
+    return found

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import struct
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 
 from trustbatch.errors import EngineError
 from trustbatch.observe.progress import LiveLine
+from trustbatch.rollout.lifeline import kill_group
 from trustbatch.rollout.parcels import Chunk
 from trustbatch.rollout.vllm_requests import HostSettings, SampleRequest, SampleResult
 
@@ -152,7 +152,7 @@ class VllmClient:
 
     def _failure(self, sentence: str) -> EngineError:
         """Kill the process, keep its log, and return an error that quotes the end of it."""
-        _kill_group(self._process)
+        kill_group(self.pid)
         self._end()
         kept = Path(tempfile.gettempdir()) / f"trustbatch-vllm-{self.pid}.log"
         shutil.copyfile(self._log, kept)
@@ -168,11 +168,6 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, death: int) -
     connection.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=CLOSE_SECONDS)
-    _kill_group(process)
+    kill_group(process.pid)
     process.wait()
     os.close(death)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

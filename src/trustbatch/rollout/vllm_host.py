@@ -39,6 +39,9 @@ from trustbatch.types import FinishReason, SamplingParams
 QUANTISATION = {"fp8": "fp8_per_channel"}
 """e4m3 weights with a scale for each output channel, activations with one for each token"""
 
+CPU_BATCH_TOKENS = 4096
+"""vLLM's default for its CPU build"""
+
 
 class VllmHost:
     """Runs vLLM's engine step by step, so that a deadline can end it."""
@@ -53,6 +56,10 @@ class VllmHost:
         options: dict[str, Any] = {}
         if settings.quantisation is not None:
             options["quantization"] = QUANTISATION[settings.quantisation]
+        if current_platform.is_cpu():
+            # a prompt that is computed in parts winds its seed back, which the CPU build can't do
+            options["enable_chunked_prefill"] = False
+            options["max_num_batched_tokens"] = max(settings.max_model_len, CPU_BATCH_TOKENS)
         # vLLM seeds every generator of the process that hosts it
         with torch.random.fork_rng():
             self._llm = LLM(
