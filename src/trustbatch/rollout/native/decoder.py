@@ -128,7 +128,7 @@ class LlamaDecoder:
         num_prompts, length = token_ids.shape
 
         def attend(number: int, qkv: Tensor, norms: HeadNorms | None) -> Tensor:
-            cosines, sines = (part[:length].repeat(num_prompts, 1) for part in self.rotary)
+            cosines, sines = (part[:length].repeat(num_prompts, 1)[:, None] for part in self.rotary)
             heads = operations.split_and_rotate(
                 qkv, (cosines, sines), self.architecture.heads, norms
             )

@@ -22,7 +22,7 @@ class _PromptBlock:
 
     lengths: list[int]
     mask: Tensor | None
-    """[P, 1, 1, L], True where there is a token; None where all prompts have the same length"""
+    """[P, 1, 1, L], -inf where there is no token; None where all prompts have the same length"""
     prompt_of_row: list[int]
     keys: list[Tensor] = field(default_factory=list)
     """each layer's [P, KV heads, L, D]"""
@@ -96,8 +96,8 @@ class DenseCache:
         longest = max(lengths)
         mask = None
         if min(lengths) < longest:
-            mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-            mask = mask[:, None, None]
+            has_token = torch.arange(longest) < torch.tensor(lengths)[:, None]
+            mask = _additive(has_token[:, None, None], self.dtype)
         prompt_of_row = [p for p, count in enumerate(copies) for _ in range(count)]
         self.blocks.append(_PromptBlock(lengths, mask, prompt_of_row))
         self.num_drawn += [0] * len(prompt_of_row)
@@ -164,10 +164,9 @@ class DenseCache:
         position: Tensor,
     ) -> Tensor:
         """Store one key and value a row, from [n, (H + 2 KV) D]; return attention [n, H D]."""
-        cosines, sines = rotary
-        query, key, value = split_and_rotate(
-            qkv, (cosines[position], sines[position]), self.heads, norms
-        )
+        if layer == 0:
+            self._place_rotary(rotary, position)
+        query, key, value = split_and_rotate(qkv, self.step_rotary, self.heads, norms)
         keys, values = self.keys[layer], self.values[layer]
         if self.all_at is not None:
             keys[:, :, self.all_at] = key
@@ -177,7 +176,7 @@ class DenseCache:
             values[self.row_index, :, self.place] = value
         num_kv, dim = self.heads.num_kv, self.heads.dim
         group = self.heads.num_query // num_kv
-        query = query.reshape(len(qkv), num_kv, group, dim) * dim**-0.5
+        query = query.reshape(len(qkv), num_kv, group, dim)
         keys, values = keys[:, :, : self.num_places], values[:, :, : self.num_places]
         out = torch.empty_like(query)
         start = 0
@@ -185,10 +184,10 @@ class DenseCache:
             stop = start + len(block.prompt_of_row)
             own = query[start:stop] @ keys[start:stop].transpose(-1, -2)
             if self.own_mask is not None:
-                own = own.masked_fill(self.own_mask[start:stop], -torch.inf)
+                own += self.own_mask[start:stop]
             shared = block.gather(query[start:stop]) @ block.keys[layer].transpose(-1, -2)
             if block.mask is not None:
-                shared = shared.masked_fill(~block.mask, -torch.inf)
+                shared += block.mask
             length = shared.shape[-1]
             scores = torch.cat([block.scatter(shared, group), own], dim=-1)
             weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
@@ -197,6 +196,18 @@ class DenseCache:
             out[start:stop] += block.scatter(from_prompt, group)
             start = stop
         return out.flatten(1)
+
+    def _place_rotary(self, rotary: tuple[Tensor, Tensor], position: Tensor) -> None:
+        """Look up the rotary embeddings of a step, once for all layers.
+
+        Query heads are scaled with them, so that scores need no scaling.
+        """
+        scale = torch.ones(self.heads.num_query + self.heads.num_kv, 1)
+        scale[: self.heads.num_query] = self.heads.dim**-0.5
+        self.step_rotary = (
+            rotary[0][position][:, None] * scale,
+            rotary[1][position][:, None] * scale,
+        )
 
     def _prepare_step(self) -> None:
         """Note where the next token of each row goes, and which places hold no token yet."""
@@ -207,4 +218,10 @@ class DenseCache:
         if self.all_at is None and counts:
             self.place = torch.tensor(counts)
             self.row_index = torch.arange(len(counts))
-            self.own_mask = (torch.arange(self.num_places) > self.place[:, None])[:, None, None]
+            has_token = torch.arange(self.num_places) <= self.place[:, None]
+            self.own_mask = _additive(has_token[:, None, None], self.dtype)
+
+
+def _additive(has_token: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where there is a token and -inf elsewhere, to be added to scores."""
+    return torch.zeros(has_token.shape, dtype=dtype).masked_fill_(~has_token, -torch.inf)

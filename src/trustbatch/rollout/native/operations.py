@@ -27,18 +27,19 @@ def split_and_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split [n, (H + 2 KV) D] into query, key and value [n, heads, D]; rotate the first two.
 
-    rotary: cosines and sines [n, D] of each token's position.
+    rotary: cosines and sines of each token's position, [n, 1, D], or [n, H + KV, D] where the heads
+    are scaled too.
     """
-    parts = qkv.view(len(qkv), heads.num_query + 2 * heads.num_kv, heads.dim)
-    query, key, value = parts.split([heads.num_query, heads.num_kv, heads.num_kv], dim=1)
+    num_rotated = heads.num_query + heads.num_kv
+    parts = qkv.view(len(qkv), num_rotated + heads.num_kv, heads.dim)
+    rotated, value = parts[:, :num_rotated], parts[:, num_rotated:]
     if norms is not None:
-        query = _rms_norm(query, heads.epsilon) * norms.query
-        key = _rms_norm(key, heads.epsilon) * norms.key
-    cosines, sines = (part[:, None] for part in rotary)
-    query, key = (
-        (part * cosines + _rotate_half(part) * sines).to(qkv.dtype) for part in (query, key)
-    )
-    return query, key, value
+        normed = _rms_norm(rotated, heads.epsilon)
+        query, key = normed[:, : heads.num_query], normed[:, heads.num_query :]
+        rotated = torch.cat([query * norms.query, key * norms.key], dim=1)
+    cosines, sines = rotary
+    rotated = (rotated * cosines).addcmul_(_rotate_half(rotated), sines).to(qkv.dtype)
+    return rotated[:, : heads.num_query], rotated[:, heads.num_query :], value
 
 
 def _rms_norm(part: Tensor, epsilon: float) -> Tensor:
