@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scipy import stats
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -382,3 +383,34 @@ def test_weights_are_read_anew_for_each_generation(policy: Policy) -> None:
         expected = recomputed(policy, requests[number // 3], completion)
         taken = expected.gather(-1, completion.token_ids[:, None]).squeeze(-1)
         torch.testing.assert_close(completion.behaviour_logp, taken, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.6}, {}, {"temperature": 1.2}, {"top_k": 3}, {"top_p": 0.7}]
+)
+def test_frequencies_of_pairs_follow_their_probabilities(
+    policy: Policy, options: dict[str, float]
+) -> None:
+    """The engine as a whole: what it draws after a prompt, and after its own first token."""
+    count = 4000
+    (request, *_) = make_requests(
+        policy, num_samples=count, max_tokens=2, stop_token_ids=(), **options
+    )
+    drawn = torch.stack([c.token_ids for c in NativeEngine(policy, seed=0).generate([request])])
+    num_tokens = len(policy.tokenizer)
+    ids = torch.tensor([[*request.token_ids, token] for token in range(num_tokens)])
+    with torch.no_grad():
+        logits = policy.model(input_ids=ids).logits[:, -2:]
+    first = sampling_logprobs(logits[:1, 0], request.sampling)[0].double().exp()
+    second = sampling_logprobs(logits[:, 1], request.sampling).double().exp()
+    expected = (first[:, None] * second).flatten() * count
+    observed = torch.bincount(drawn[:, 0] * num_tokens + drawn[:, 1], minlength=len(expected))
+    assert observed[expected == 0].sum() == 0
+    common = expected >= 5
+    rare = torch.tensor([float(expected[~common].sum())])
+    expected_counts = torch.cat([expected[common], rare])
+    observed_counts = torch.cat([observed[common], observed[~common].sum()[None]])
+    kept = expected_counts > 0.5
+    scale = observed_counts[kept].sum() / expected_counts[kept].sum()
+    test = stats.chisquare(observed_counts[kept].numpy(), (expected_counts[kept] * scale).numpy())
+    assert test.pvalue > 1e-4
