@@ -104,7 +104,8 @@ class DenseCache:
         num_new = len(prompt_of_row)
         for parts in (self.keys, self.values):
             for layer, part in enumerate(parts):
-                parts[layer] = torch.cat([part, part.new_empty(num_new, *part.shape[1:])])
+                # zeros: what lies in memory may be NaN, which a weight of 0 does not remove
+                parts[layer] = torch.cat([part, part.new_zeros(num_new, *part.shape[1:])])
         self._prepare_step()
 
     def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
