@@ -36,6 +36,17 @@ def test_a_file_gets_about_ten_whole_lines() -> None:
     assert "\r" not in stream.getvalue()
 
 
+def test_a_file_gets_a_line_when_steps_are_slow() -> None:
+    stream = io.StringIO()
+    progress = Progress("run", 500, stream=stream)
+    progress.update(1, METRICS)
+    assert stream.getvalue() == ""
+    progress._shown -= 60.0
+    progress.update(2, METRICS)
+    progress.update(3, METRICS)
+    assert [line.split()[2] for line in stream.getvalue().splitlines()] == ["2/500"]
+
+
 def test_time_left_counts_only_the_steps_of_this_start() -> None:
     progress = Progress("run", 100, done=50, stream=io.StringIO())
     progress._start -= 10.0  # ten seconds for ten steps: forty to go

@@ -100,7 +100,10 @@ def _at_least_one(text: str) -> int:
 
 
 def _not_negative(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from error
     if not 0.0 <= number <= 100.0:
         raise argparse.ArgumentTypeError("must be from 0 to 100")
     return number
@@ -116,9 +119,12 @@ def _train(config_file: str, overrides: list[str], *, dry_run: bool) -> int:
     if dry_run:
         from trustbatch.observe.run_folder import RunFolder
         from trustbatch.plan import describe_plan
+        from trustbatch.rollout.vllm_engine import require_vllm
         from trustbatch.session import configured_task
 
         configured_task(config)
+        if config.rollout.engine == "vllm":
+            require_vllm()
         RunFolder(config)  # refuses the folder of another run
         console.print(config.to_toml(), markup=False, highlight=False)
         console.print(describe_plan(config), markup=False, highlight=False)
@@ -135,15 +141,18 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.doctor.examine import examine
     from trustbatch.doctor.show import show, to_record
     from trustbatch.doctor.verdict import judge
-    from trustbatch.engines import build_engine
+    from trustbatch.engines import build_engine, load_second_policies
     from trustbatch.observe.progress import LiveLine
     from trustbatch.session import configured_task, load_policy
 
     config = load_config(options.config, overrides)
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        raise ConfigError(f"--json {options.json} has no folder to be written to: make it first.")
     task = configured_task(config)
     line = LiveLine()
     line.show(f"loading {config.model.name}")
     policy = load_policy(config)
+    load_second_policies(config, policy)  # refuses what a run would refuse
     engine = build_engine(config, policy)
     try:
         examination = examine(
@@ -171,6 +180,7 @@ def _report(runs: list[str], output: str | None) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     from trustbatch.evaluation import evaluate
+    from trustbatch.observe.progress import LiveLine
     from trustbatch.policy import Policy
     from trustbatch.tasks import build_task
     from trustbatch.tasks.file import FileTask
@@ -179,6 +189,8 @@ def _eval(options: argparse.Namespace) -> int:
     max_tokens = options.max_tokens or min(256, policy.context_length // 2)
     num_prompts = options.prompts
     is_file = options.task.endswith((".jsonl", ".jsonl.gz", ".parquet"))
+    if options.template != "{problem}" and not is_file:
+        raise ConfigError("--template is for files with problems: remove it, or name a file.")
     try:
         task = (
             build_task(
@@ -195,6 +207,8 @@ def _eval(options: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     if isinstance(task, FileTask):
         num_prompts = min(num_prompts, len(task.rows))
+    line = LiveLine()
+    line.show(f"drawing {num_prompts * options.samples} completions")
     result = evaluate(
         policy,
         task,
@@ -203,6 +217,7 @@ def _eval(options: argparse.Namespace) -> int:
         max_tokens=max_tokens,
         temperature=options.temperature,
         seed=options.seed,
+        say=line.show,
     )
     Console(soft_wrap=True).print(
         f"{result.mean_reward:.4f} +- {result.standard_error:.4f} mean reward over "

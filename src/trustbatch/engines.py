@@ -13,16 +13,30 @@ from trustbatch.rollout.vocabulary import speak_the_same_tokens
 
 def build_engine(config: Config, policy: Policy, *, version: int = 0) -> RolloutEngine:
     """Build the engine that [rollout] describes, second policies left aside."""
-    return _build(config, policy, seed=config.seed, version=version)
+    return _build(
+        config,
+        policy,
+        seed=config.seed,
+        version=version,
+        precision=config.rollout.precision,
+        trust_remote_code=config.model.trust_remote_code,
+    )
 
 
-def with_second_policies(config: Config, policy: Policy, engine: RolloutEngine) -> RolloutEngine:
+def with_second_policies(
+    config: Config, engine: RolloutEngine, frozen_policies: list[Policy]
+) -> RolloutEngine:
     """Let the policies of [[rollout.policies]] draw their shares beside the trained one."""
     others = [
         SecondPolicy(
             name=second.policy_name,
             engine=_build(
-                config, frozen, seed=policy_seed(config.seed, second.policy_name), version=0
+                config,
+                frozen,
+                seed=policy_seed(config.seed, second.policy_name),
+                version=0,
+                precision=second.precision or config.rollout.precision,
+                trust_remote_code=second.trust_remote_code,
             ),
             share=second.share,
             context_length=frozen.context_length,
@@ -30,14 +44,20 @@ def with_second_policies(config: Config, policy: Policy, engine: RolloutEngine) 
             top_p=second.top_p,
             top_k=second.top_k,
         )
-        for second, frozen in zip(
-            config.rollout.policies, _load_second_policies(config, policy), strict=True
-        )
+        for second, frozen in zip(config.rollout.policies, frozen_policies, strict=True)
     ]
     return MixedEngine(engine, others) if others else engine
 
 
-def _build(config: Config, policy: Policy, *, seed: int, version: int) -> RolloutEngine:
+def _build(
+    config: Config,
+    policy: Policy,
+    *,
+    seed: int,
+    version: int,
+    precision: str,
+    trust_remote_code: bool,
+) -> RolloutEngine:
     rollout = config.rollout
     if rollout.engine == "vllm":
         return VllmEngine(
@@ -45,22 +65,23 @@ def _build(config: Config, policy: Policy, *, seed: int, version: int) -> Rollou
             rollout.vllm,
             seed=seed,
             version=version,
-            precision=rollout.precision,
+            precision=precision,
             max_sequences=rollout.max_sequences,
             top_logprobs=rollout.top_logprobs,
             logprob_mode=rollout.logprob_mode,
-            trust_remote_code=config.model.trust_remote_code,
+            trust_remote_code=trust_remote_code,
         )
     return NativeEngine(
         policy,
         seed=seed,
         version=version,
         max_sequences=rollout.max_sequences,
-        precision=rollout.precision,
+        precision=precision,
     )
 
 
-def _load_second_policies(config: Config, trained: Policy) -> list[Policy]:
+def load_second_policies(config: Config, trained: Policy) -> list[Policy]:
+    """Load the models of [[rollout.policies]], or refuse one that can't speak for the trained."""
     frozen = []
     for second in config.rollout.policies:
         name = second.policy_name

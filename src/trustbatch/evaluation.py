@@ -1,6 +1,7 @@
 """Mean reward of a model on a fixed set of prompts, with its standard error."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trustbatch.policy import Policy
@@ -8,7 +9,7 @@ from trustbatch.rewards import score
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.tasks import Task
-from trustbatch.types import SamplingParams
+from trustbatch.types import RolloutGroup, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ def evaluate(
     max_tokens: int,
     temperature: float = 1.0,
     seed: int = 0,
+    say: Callable[[str], None] = lambda _: None,
 ) -> EvaluationResult:
     """Draw `num_samples` completions of the task's first prompts and grade them."""
     sampling = SamplingParams(
@@ -38,7 +40,13 @@ def evaluate(
     )
     engine = NativeEngine(policy, seed=seed)
     prompts = [task.prompt(index) for index in range(num_prompts)]
-    groups = collect(engine, policy, prompts, num_samples=num_samples, sampling=sampling)
+    groups: list[RolloutGroup] = []
+    # a few full batches at a time, so that something is seen to move
+    num_at_once = max(4 * engine.max_sequences // num_samples, 1)
+    for start in range(0, num_prompts, num_at_once):
+        part = prompts[start : start + num_at_once]
+        groups += collect(engine, policy, part, num_samples=num_samples, sampling=sampling)
+        say(f"{len(groups)}/{num_prompts} prompts")
     per_prompt = score(groups, task).mean(dim=1)
     deviation = float(per_prompt.std()) if num_prompts > 1 else math.nan
     return EvaluationResult(

@@ -226,6 +226,8 @@ def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int
         )
         with torch.device("meta"):
             model = _AUTO_MODEL.from_config(config, trust_remote_code=trust_remote_code)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.name = {name!r} could not be found: give a local folder with a Hugging Face "
@@ -236,7 +238,8 @@ def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int
 
 def _refuse_wrong_folder(name: str) -> None:
     folder = Path(name)
-    if name.startswith(("/", ".", "~")) and not folder.is_dir():
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1  # a hub name has one
+    if is_path and not folder.is_dir():
         raise ConfigError(f"model.name = {name!r} is not a folder here: check the path.")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(

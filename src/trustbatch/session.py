@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trustbatch.config import Config
-from trustbatch.engines import build_engine, with_second_policies
+from trustbatch.engines import build_engine, load_second_policies, with_second_policies
 from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import RunFolder
 from trustbatch.policy import Policy
@@ -58,20 +58,27 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     if checkpoints:
         resumed = restore(checkpoints[-1], trainer)
         step, pending = resumed.step, deque(resumed.pending)
+    second_policies = load_second_policies(config, policy)  # refused before an engine starts
     engine = build_engine(config, policy, version=step)
-    canary = Canary(
-        engine,
-        policy,
-        [task.prompt(index) for index in range(NUM_PROMPTS)],
-        max_tokens=config.rollout.max_tokens,
-        every=config.rollout.updates_per_canary,
-    )
-    run.start(step)
+    try:
+        canary = Canary(
+            engine,
+            policy,
+            [task.prompt(index) for index in range(NUM_PROMPTS)],
+            max_tokens=config.rollout.max_tokens,
+            logprob_mode=config.rollout.logprob_mode,
+            every=config.rollout.updates_per_canary,
+        )
+        all_engines = with_second_policies(config, engine, second_policies)
+        run.start(step)
+    except BaseException:
+        engine.close()
+        raise
     return Session(
         config=config,
         task=task,
         policy=policy,
-        engine=with_second_policies(config, policy, engine),
+        engine=all_engines,
         canary=canary,
         trainer=trainer,
         run=run,

@@ -51,7 +51,9 @@ def examine(
     configured = Law.of(sampling)
     layout = Layout(config.training.micro_batch_tokens, config.training.share_prompts)
     plain_sampling = SamplingParams(
-        max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        logprob_mode=sampling.logprob_mode,  # at T = 1 without a cut both record the same
     )
 
     def draw(label: str, how: SamplingParams = plain_sampling, wanted: int = PROBE_TOKENS) -> Draws:
@@ -59,7 +61,6 @@ def examine(
         return draw_tokens(engine, policy, task.prompt, how, num_tokens=wanted, label=label)
 
     plain = draw("plain", wanted=num_tokens)
-    # at T = 1 without a cut both modes record the same numbers
     draws = plain if configured == PLAIN else draw("configured", sampling, wanted=num_tokens)
     arithmetic = examine_arithmetic(policy, plain, layout, say=say)
     result = examine_sampling(

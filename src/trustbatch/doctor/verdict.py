@@ -73,7 +73,7 @@ def judge(examination: Examination, config: Config) -> Verdict:
         _logprob_mode,
         _micro_batch,
     ]
-    findings = [check(examination) for check in checks]
+    findings = [check(examination) for check in checks] + _second_policies(config)
     statuses = {finding.status for finding in findings}
     total = examination.sampling.total
     numbers = (
@@ -342,6 +342,25 @@ def _is_not_renormalised(e: Examination) -> bool:
         and not drawn.is_full
         and recorded == drawn.uncut
     )
+
+
+def _second_policies(config: Config) -> list[Finding]:
+    """Other models in [[rollout.policies]], which are off-policy whatever the engine does."""
+    policies = [p for p in config.rollout.policies if p.share > 0]
+    if not policies:
+        return []
+    shares = ", ".join(f"{p.share:.0%} from {p.policy_name}" for p in policies)
+    return [
+        Finding(
+            "other models",
+            f"{shares}; not drawn here",
+            Status.CONFIGURED,
+            "second_policies",
+            None,
+            f"Of the completions, {shares}: off-policy by rollout.policies, by as much as those "
+            "models differ; a run measures it as policy/NAME/one_minus_ess.",
+        )
+    ]
 
 
 def _notes(config: Config) -> list[str]:

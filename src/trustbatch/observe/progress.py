@@ -25,8 +25,12 @@ class LiveLine:
         self.stream.flush()
 
 
+SECONDS_BETWEEN = 30.0
+"""between two lines where no one watches"""
+
+
 class Progress:
-    """Shows the state of a run after each step, or about ten times a run where no one watches."""
+    """Shows the state after each step; where no one watches, ten times and twice a minute."""
 
     def __init__(self, label: str, total: int, *, done: int = 0, stream: TextIO | None = None):
         self.label = label
@@ -35,10 +39,14 @@ class Progress:
         self._done_at_start = done
         self._start = time.monotonic()
         self._every = 1 if self._line.is_live else max(total // 10, 1)
+        self._shown = self._start
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the state after `step`."""
-        if step % self._every == 0 or step == self.total:
+        now = time.monotonic()
+        is_time = now - self._shown >= SECONDS_BETWEEN
+        if step % self._every == 0 or is_time or step == self.total:
+            self._shown = now
             self._line.show(self.text(step, metrics), last=step == self.total)
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str:

@@ -61,13 +61,16 @@ class Canary:
         prompts: Sequence[Prompt],
         *,
         max_tokens: int = MAX_TOKENS,
+        logprob_mode: str = "processed",
         every: int = 1,
     ) -> None:
         self.engine = engine
         self.policy = policy
         self.every = every
         sampling = SamplingParams(
-            max_tokens=min(max_tokens, MAX_TOKENS), stop_token_ids=policy.stop_token_ids
+            max_tokens=min(max_tokens, MAX_TOKENS),
+            stop_token_ids=policy.stop_token_ids,
+            logprob_mode=logprob_mode,  # at T = 1 without a cut both record the same
         )
         self.requests = [
             GenerationRequest(

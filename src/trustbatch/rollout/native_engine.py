@@ -70,7 +70,7 @@ class NativeEngine:
         """Nothing to do: the cache grows by need."""
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Give the cache back; images of the weights end with the engine."""
         self.sleep()
 
     @torch.no_grad()
@@ -106,15 +106,16 @@ class NativeEngine:
         ledger = _Ledger(sampling)
         is_full = False
         while waiting or batch.rows:
-            try:
-                may_join = batch.decoder.joins_running and not is_full
-                if waiting and (may_join or not batch.rows):
-                    self._admit(waiting, sampling, ledger)
-                drawn = batch.advance(ledger.num_left(batch.rows), sampling)
-                ledger.add(batch.rows, drawn)
-            except CacheFullError as error:
-                self._send_back(waiting, ledger, error)
-                is_full = True
+            may_join = batch.decoder.joins_running and not is_full
+            if waiting and (may_join or not batch.rows):
+                is_full = self._admit(waiting, sampling, ledger)
+            num_left = ledger.num_left(batch.rows)
+            if num_left:
+                try:
+                    ledger.add(batch.rows, batch.advance(num_left, sampling))
+                except CacheFullError as error:
+                    self._send_back(waiting, ledger, error)
+                    is_full = True
             running = [n for n, row in enumerate(batch.rows) if not ledger.has_ended(row)]
             if len(running) < REFILL_BELOW * len(batch.rows) or not running:
                 batch.keep(running)
@@ -123,24 +124,38 @@ class NativeEngine:
 
     def _admit(
         self, waiting: deque[list[Row]], sampling: SamplingParams, ledger: "_Ledger"
-    ) -> None:
-        """Let groups in while there is room, a few prompts at a time."""
-        room = self.max_sequences - len(self._batch.rows)
-        while waiting and len(waiting[0]) <= room:
-            groups: list[list[Row]] = []
-            longest = 0
-            while waiting and len(waiting[0]) <= room:
-                longest = max(longest, len(waiting[0][0].request.token_ids))
-                if groups and longest * (len(groups) + 1) > PREFILL_TOKENS:
-                    break
-                groups.append(waiting.popleft())
-                room -= len(groups[-1])
+    ) -> bool:
+        """Let groups in while there are seats, a few prompts at a time; True if memory is full."""
+        most = len(waiting)
+        while waiting and len(waiting[0]) <= self.max_sequences - len(self._batch.rows):
+            groups = self._next_groups(waiting, most)
             try:
                 drawn = self._batch.add(groups, sampling)
-            except CacheFullError:
-                waiting.extendleft(reversed(groups))
-                raise
+            except CacheFullError as error:
+                if not self._batch.rows and len(groups) == len(groups[0]) == 1:
+                    raise _no_memory() from error
+                waiting.extendleft(reversed(_parted(groups)))
+                if self._batch.rows:
+                    return True  # those that run will make room
+                most = max(len(groups) // 2, 1)
+                continue
             ledger.add([row for group in groups for row in group], drawn)
+            if not self._batch.decoder.joins_running:
+                break
+        return False
+
+    def _next_groups(self, waiting: deque[list[Row]], most: int) -> list[list[Row]]:
+        """Take groups that have seats, at least one, whose prompts make one forward pass."""
+        groups = [waiting.popleft()]
+        seats = self.max_sequences - len(self._batch.rows) - len(groups[0])
+        longest = groups[0][0].num_prompt_tokens
+        while waiting and len(waiting[0]) <= seats and len(groups) < most:
+            longest = max(longest, waiting[0][0].num_prompt_tokens)
+            if longest * (len(groups) + 1) > PREFILL_TOKENS:
+                break
+            groups.append(waiting.popleft())
+            seats -= len(groups[-1])
+        return groups
 
     def _send_back(
         self, waiting: deque[list[Row]], ledger: "_Ledger", error: CacheFullError
@@ -148,10 +163,7 @@ class NativeEngine:
         """Free memory: the later half of the rows will be drawn again, to the same tokens."""
         rows = self._batch.rows
         if len(rows) <= 1:
-            raise EngineError(
-                "The GPU has no memory left for the keys and values of a single sequence: lower "
-                "rollout.max_tokens or training.micro_batch_tokens."
-            ) from error
+            raise _no_memory() from error
         kept = list(range(len(rows) // 2))
         for row in rows[len(kept) :]:
             if not ledger.has_ended(row):
@@ -225,6 +237,21 @@ class NativeEngine:
         }
 
 
+def _parted(groups: list[list[Row]]) -> list[list[Row]]:
+    """Return the groups; a single one in two parts, which may fit one after the other."""
+    if len(groups) > 1 or len(groups[0]) == 1:
+        return groups
+    middle = len(groups[0]) // 2
+    return [groups[0][:middle], groups[0][middle:]]
+
+
+def _no_memory() -> EngineError:
+    return EngineError(
+        "The GPU has no memory left for the keys and values of a single sequence: lower "
+        "rollout.max_tokens or training.micro_batch_tokens."
+    )
+
+
 class _Ledger:
     """What each slot has drawn so far, and which have ended."""
 
@@ -237,8 +264,9 @@ class _Ledger:
         self.parts: list[Draw] = []
 
     def num_left(self, rows: Sequence[Row]) -> int:
-        """Return the most tokens that any of the rows may still draw."""
-        return max(self.max_tokens - self.num_drawn[row.slot] for row in rows)
+        """Return the most tokens that any of the running rows may still draw."""
+        running = (row.slot for row in rows if row.slot not in self.ended)
+        return max((self.max_tokens - self.num_drawn[slot] for slot in running), default=0)
 
     def has_ended(self, row: Row) -> bool:
         """Whether the row has a stop token or all its tokens."""

@@ -4,6 +4,7 @@ A sender turns named tensors into chunks of parcels, and `open_parcels` turns a 
 tensors, in the same process or in another one on the same machine.
 """
 
+import errno
 import math
 import os
 import pickle
@@ -146,6 +147,11 @@ class SharedMemorySender:
                 self._file = os.open(self.folder, os.O_TMPFILE | os.O_RDWR, 0o600)
             os.posix_fallocate(self._file, 0, num_bytes)
         except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise EngineError(
+                    f"New weights can't be put into {self.folder} ({error.strerror}): name another "
+                    "folder as rollout.vllm.transfer_folder."
+                ) from error
             raise EngineError(
                 f"The {num_bytes / 2**20:.0f} MiB of new weights do not fit into {self.folder} "
                 f"({error.strerror}): make room there (for /dev/shm in a container: --shm-size), "

@@ -28,6 +28,15 @@ SEED_BITS = 2**63 - 1
 """vLLM's seeds are not negative"""
 
 
+def require_vllm() -> None:
+    """Refuse to go on where vLLM is not installed."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            'rollout.engine = "vllm" needs vLLM, which is not installed: run '
+            "pip install 'trustbatch[vllm]', or choose another engine."
+        )
+
+
 class VllmEngine:
     """Draws from vLLM, whose weights are copies of the policy's, one version after the other."""
 
@@ -44,11 +53,7 @@ class VllmEngine:
         logprob_mode: str = "processed",
         trust_remote_code: bool = False,
     ) -> None:
-        if find_spec("vllm") is None:
-            raise ConfigError(
-                'rollout.engine = "vllm" needs vLLM, which is not installed: run '
-                "pip install 'trustbatch[vllm]', or choose another engine."
-            )
+        require_vllm()
         self.policy = policy
         self.config = config
         self.seed = seed
@@ -209,6 +214,10 @@ class VllmEngine:
                 '"shared_memory".'
             )
 
+    @property
+    def _can_be_raised(self) -> bool:
+        return self.max_model_len < self.policy.context_length
+
     def _refuse_unfit(self, request: GenerationRequest) -> None:
         """Refuse what vLLM would cut off, or answer with other log-probs than were asked for."""
         num_tokens = len(request.token_ids) + request.sampling.max_tokens
@@ -216,8 +225,9 @@ class VllmEngine:
             raise EngineError(
                 f"Prompt {request.prompt_id!r} has {len(request.token_ids)} tokens, which with "
                 f"max_tokens = {request.sampling.max_tokens} is more than the engine's context of "
-                f"{self.max_model_len}: lower max_tokens, raise rollout.vllm.max_model_len, or "
-                "leave out long prompts."
+                f"{self.max_model_len}: lower max_tokens"
+                + (", raise rollout.vllm.max_model_len," if self._can_be_raised else "")
+                + " or leave out long prompts."
             )
         if request.sampling.logprob_mode != self.logprob_mode:
             raise EngineError(

@@ -13,6 +13,8 @@ from typing import Any
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_HOST_IP"] = "127.0.0.1"
+# only this machine's processes meet here
+os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 # it knows neither a seed for each request nor the processed log-probs
 os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -19,8 +19,6 @@ def main(arguments: list[str]) -> None:
     socket, parent, folder = int(arguments[0]), int(arguments[1]), arguments[2]
     end_with(parent, folder)
     os.environ[SERVER_PID] = str(os.getpid())
-    # only this machine's processes meet here
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     # here it goes into the log, which an error quotes
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     connection = Connection(socket)

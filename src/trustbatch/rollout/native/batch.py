@@ -26,6 +26,11 @@ class Row:
     key: int
     """of its stream of random numbers"""
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of what it continues."""
+        return len(self.request.token_ids)
+
 
 class RunningBatch:
     """State of up to `max_rows` rows, in tensors that stay where they are."""
@@ -42,6 +47,9 @@ class RunningBatch:
         self.record = _Record(_nothing(device), self.num_steps, max_rows)
         self._graphs: dict[tuple[int, SamplingParams], torch.cuda.CUDAGraph] = {}
         self._graph_address = decoder.address
+        if decoder.records_graphs:
+            # one for all recordings: every stream keeps a workspace of cuBLAS's for good
+            self._warm_up_stream = torch.cuda.Stream(device)
 
     def add(self, groups: Sequence[list[Row]], sampling: SamplingParams) -> Draw:
         """Compute each group's prompt once; return the first token [1, n] of all its rows."""
@@ -56,7 +64,7 @@ class RunningBatch:
         first, last = len(self.rows), len(self.rows) + len(new)
         self.token[first:last] = drawn.token_ids
         self.key[first:last] = keys
-        self.position[first:last] = self._to_device([len(row.request.token_ids) for row in new])
+        self.position[first:last] = self._to_device([row.num_prompt_tokens for row in new])
         self.num_drawn[first:last] = 1
         self.rows += new
         return drawn.map(lambda part: part[None].cpu())
@@ -66,7 +74,7 @@ class RunningBatch:
         num_steps = min(self.num_steps, num_steps)
         self.decoder.reserve(num_steps)
         self.column.zero_()
-        if self.device.type == "cuda":
+        if self.decoder.records_graphs:
             graph = self._graph(sampling)
             for _ in range(num_steps):
                 graph.replay()
@@ -118,7 +126,7 @@ class RunningBatch:
     def _record_graph(self, num_rows: int, sampling: SamplingParams) -> torch.cuda.CUDAGraph:
         state = (self.token, self.position, self.num_drawn, self.column)
         before = [part.clone() for part in state]
-        stream = torch.cuda.Stream(self.device)
+        stream = self._warm_up_stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self._step(num_rows, sampling)  # compiles kernels, which a recording can't

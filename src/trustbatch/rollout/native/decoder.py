@@ -25,6 +25,8 @@ class Decoder(Protocol):
 
     joins_running: bool
     """whether prompts can be added while rows are running"""
+    records_graphs: bool
+    """whether a step can be recorded once and replayed"""
 
     @property
     def address(self) -> tuple[int, int]:
@@ -85,6 +87,7 @@ class LlamaDecoder:
         self.max_rows = max_rows
         self.embedding: Tensor = model.model.embed_tokens.weight
         self.device = self.embedding.device
+        self.records_graphs = self.device.type == "cuda"
         base = precision
         if precision == "fp8":
             base = "bfloat16" if self.device.type == "cuda" else "float32"

@@ -168,21 +168,27 @@ class PagedCache:
         if missing <= 0:
             return
         old = self.num_pages
-        new = max(old + missing, int(old * GROWTH))
+        least, wanted = old + missing, int(old * GROWTH)
         try:
-            for parts in (self.keys, self.values):
-                for layer, part in enumerate(parts):
-                    if len(part) >= new:
-                        continue
-                    grown = torch.empty(new, *self.shape, dtype=part.dtype, device=self.device)
-                    grown[: len(part)] = part
-                    parts[layer] = grown
-        except torch.OutOfMemoryError as error:
-            raise CacheFullError from error
-        finally:
-            self.address += 1
+            new = self._grow(max(least, wanted))
+        except torch.OutOfMemoryError:
+            try:
+                new = self._grow(least)
+            except torch.OutOfMemoryError as error:
+                raise CacheFullError from error
         self._holders += [0] * (new - old)
         self._free += range(old, new)
+
+    def _grow(self, num_pages: int) -> int:
+        """Make every layer's pool at least this large, one after the other."""
+        self.address += 1
+        for parts in (self.keys, self.values):
+            for layer, part in enumerate(parts):
+                if len(part) < num_pages:
+                    grown = part.new_empty(num_pages, *self.shape)
+                    grown[: len(part)] = part
+                    parts[layer] = grown
+        return num_pages
 
     def _write_table(self, width: int) -> None:
         if width > self.table.shape[1]:

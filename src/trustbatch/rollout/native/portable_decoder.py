@@ -15,8 +15,8 @@ class PortableDecoder:
     """Rows share one padded cache, so new prompts wait until all rows have ended."""
 
     joins_running = False
+    records_graphs = False
     address = (0, 0)
-    """no graph is recorded"""
 
     def __init__(
         self, model: Any, *, pad_token_id: int, autocast: AbstractContextManager[Any]
