@@ -471,3 +471,13 @@ def test_a_wrong_configuration_is_status_2(
 ) -> None:
     assert main(["doctor", config_file, "--rollout.temprature=0.6"]) == 2
     assert "did you mean 'rollout.temperature'" in capsys.readouterr().err
+
+
+def test_other_models_in_the_mixture_are_named(model_folder: Path) -> None:
+    policy = load(model_folder)
+    others = [{"model": str(model_folder), "name": "twin", "share": 0.5}]
+    config = config_of(model_folder, rollout={"policies": others})
+    verdict, _ = diagnose(config, policy, NativeEngine(policy, seed=0))
+    assert found(verdict) == (set(), {"second_policies"})
+    assert not verdict.is_on_policy
+    assert "50% from twin" in words(verdict)

@@ -18,6 +18,7 @@ from transformers import (
 
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.policy import Policy
+from trustbatch.rollout import native_engine
 from trustbatch.rollout.fp8 import round_rows
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.decoder import LlamaDecoder
@@ -426,3 +427,49 @@ def test_nothing_is_read_that_nothing_wrote(policy: Policy) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert tokens(actual) == tokens(expected)
+
+
+def test_a_model_with_its_own_forward_pass_takes_prompts_in_several_passes(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Qwen2Config(
+        vocab_size=len(policy.tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        hidden_act="gelu",
+        eos_token_id=policy.stop_token_ids[0],
+    )
+    other = Policy(Qwen2ForCausalLM(config), policy.tokenizer, name="other", precision="float32")
+    requests = make_requests(other)
+    expected = NativeEngine(other, seed=0).generate(requests)
+    monkeypatch.setattr(native_engine, "PREFILL_TOKENS", 8)
+    assert tokens(NativeEngine(other, seed=0).generate(requests)) == tokens(expected)
+
+
+@pytest.mark.parametrize("num_seats", [1, 3, 7])
+def test_groups_enter_in_parts_where_memory_is_short(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, num_seats: int
+) -> None:
+    requests = make_requests(policy, num_samples=5, max_tokens=9)
+    expected = NativeEngine(policy, seed=0).generate(requests)
+    engine = NativeEngine(policy, seed=0)
+    prefill = engine._batch.decoder.prefill
+
+    def short_of_memory(prompts: Sequence[Sequence[int]], copies: list[int]) -> torch.Tensor:
+        if len(engine._batch.rows) + sum(copies) > num_seats:
+            raise CacheFullError
+        return prefill(prompts, copies)
+
+    monkeypatch.setattr(engine._batch.decoder, "prefill", short_of_memory)
+    assert tokens(engine.generate(requests)) == tokens(expected)
+
+
+def test_one_token_is_enough(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the token after the prompt is the last, no step is made: none has room reserved."""
+    engine = NativeEngine(policy, seed=0)
+    monkeypatch.setattr(engine._batch, "advance", None)
+    drawn = engine.generate(make_requests(policy, max_tokens=1))
+    assert {len(completion.token_ids) for completion in drawn} == {1}

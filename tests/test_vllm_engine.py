@@ -23,11 +23,12 @@ from trustbatch.api import train_config
 from trustbatch.config import VllmConfig, parse_config
 from trustbatch.errors import EngineError
 from trustbatch.policy import Policy
+from trustbatch.rollout.canary import Canary
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.rollout.vllm_client import VllmClient
 from trustbatch.rollout.vllm_engine import VllmEngine
 from trustbatch.tiny import build_model, build_tokenizer
-from trustbatch.types import Completion, FinishReason, GenerationRequest, SamplingParams
+from trustbatch.types import Completion, FinishReason, GenerationRequest, Prompt, SamplingParams
 
 pytestmark = [
     pytest.mark.vllm,
@@ -358,6 +359,12 @@ def test_a_server_that_does_not_start_in_time_is_ended(long_folder: Path) -> Non
     with pytest.raises(EngineError, match=r"0\.5 seconds to start.*rollout\.vllm\.start_seconds"):
         VllmEngine(load(long_folder), VllmConfig(**SMALL, start_seconds=0.5), seed=0)
     assert time.monotonic() - start < 10
+
+
+def test_a_canary_speaks_to_an_engine_with_raw_log_probs(server: VllmEngine) -> None:
+    prompts = [Prompt(id="1", text="12+34=", answer="46")]
+    canary = Canary(server, server.policy, prompts, logprob_mode="raw")
+    assert canary.check(server.version)["canary/max_abs_logratio"] < 1e-3
 
 
 TRAINER = """
