@@ -309,6 +309,12 @@ def test_a_full_disk_leaves_the_old_version_in_use(
     assert tokens(server.generate([request])) == before
 
 
+def test_a_canary_speaks_to_an_engine_with_raw_log_probs(server: VllmEngine) -> None:
+    prompts = [Prompt(id="1", text="12+34=", answer="46")]
+    canary = Canary(server, server.policy, prompts, logprob_mode="raw")
+    assert canary.check(server.version)["canary/max_abs_logratio"] < 1e-3
+
+
 def test_a_server_gives_up_at_the_deadline_and_goes_on(server: VllmEngine) -> None:
     gives_up_at_the_deadline_and_goes_on(server)
 
@@ -359,12 +365,6 @@ def test_a_server_that_does_not_start_in_time_is_ended(long_folder: Path) -> Non
     with pytest.raises(EngineError, match=r"0\.5 seconds to start.*rollout\.vllm\.start_seconds"):
         VllmEngine(load(long_folder), VllmConfig(**SMALL, start_seconds=0.5), seed=0)
     assert time.monotonic() - start < 10
-
-
-def test_a_canary_speaks_to_an_engine_with_raw_log_probs(server: VllmEngine) -> None:
-    prompts = [Prompt(id="1", text="12+34=", answer="46")]
-    canary = Canary(server, server.policy, prompts, logprob_mode="raw")
-    assert canary.check(server.version)["canary/max_abs_logratio"] < 1e-3
 
 
 TRAINER = """
