@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 SHARED_SEGMENT = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|vllm_)\S+")
 """names that Python and vLLM give to shared memory, which outlives those who do not remove it"""
@@ -29,20 +30,21 @@ def end_with(pid: int, folder: str | None = None) -> None:
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
-        _end(folder)
-        return
+        end_group(folder)
 
     def watch() -> None:
         select.select([watched], [], [])
-        _end(folder)
+        end_group(folder)
 
     threading.Thread(target=watch, daemon=True, name=f"lifeline-{pid}").start()
 
 
-def _end(folder: str | None) -> None:
+def end_group(folder: str | None) -> NoReturn:
+    """Kill this process group, and with it this process, and remove a folder."""
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     kill_group(os.getpgid(0))
+    raise AssertionError("a process outlived its own SIGKILL")
 
 
 def _shared_segments(group: int) -> set[str]:

@@ -19,7 +19,7 @@ from trustbatch.errors import EngineError
 from trustbatch.observe.progress import LiveLine
 from trustbatch.rollout.lifeline import kill_group
 from trustbatch.rollout.parcels import Chunk
-from trustbatch.rollout.vllm_requests import HostSettings, SampleRequest, SampleResult
+from trustbatch.rollout.vllm_requests import GOODBYE, HostSettings, SampleRequest, SampleResult
 
 CLOSE_SECONDS = 20.0
 """for vLLM to end by itself, before it is killed"""
@@ -164,7 +164,9 @@ class VllmClient:
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, death: int) -> None:
-    """Hang up, wait for a while, and kill the process group with all its workers."""
+    """Say goodbye, wait for a while, and kill the process group with all its workers."""
+    with contextlib.suppress(OSError):  # it may be gone already
+        connection.send((GOODBYE, ()))
     connection.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=CLOSE_SECONDS)

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from trustbatch.rollout.parcels import Chunk
 from trustbatch.types import FinishReason, SamplingParams
 
+GOODBYE = "goodbye"
+"""the last call to a server"""
 SERVER_PID = "TRUSTBATCH_VLLM_SERVER"
 """environment variable by which vLLM's own processes know the server that they belong to"""
 

@@ -10,12 +10,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from trustbatch.errors import EngineError
-from trustbatch.rollout.lifeline import end_with
-from trustbatch.rollout.vllm_requests import SERVER_PID
+from trustbatch.rollout.lifeline import end_group, end_with
+from trustbatch.rollout.vllm_requests import GOODBYE, SERVER_PID
 
 
 def main(arguments: list[str]) -> None:
-    """Serve calls until the caller hangs up."""
+    """Serve calls until the caller says goodbye."""
     socket, parent, folder = int(arguments[0]), int(arguments[1]), arguments[2]
     end_with(parent, folder)
     os.environ[SERVER_PID] = str(os.getpid())
@@ -27,6 +27,9 @@ def main(arguments: list[str]) -> None:
         try:
             method, values = connection.recv()
         except EOFError:
+            # without a goodbye: the caller is dead, and so must all be that worked for it
+            end_group(folder)
+        if method == GOODBYE:
             break
         try:
             if method == "start":
