@@ -4,8 +4,8 @@
 
 512 requests of 64 random tokens, each continued by 512 tokens (no stop token), bfloat16, log-probs
 of the sampled tokens on; Qwen3-0.6B shape with random weights. Each engine runs in a process of its
-own, warms up with one full generation, and is timed over the best of two. Results go to stdout and,
-one JSON line each as they come, to benchmarks/results/rollout_gpu.jsonl.
+own and generates three times: the first includes warm-up, the best counts. Results go to stdout,
+and one JSON line each as they come to benchmarks/results/rollout_gpu.jsonl.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def make_prompts(count: int) -> list[list[int]]:
 
 
 def run_native(engine: str, folder: Path, requests: int, tokens: int, profile: bool) -> dict:
-    """Time the native engine; returns its best tokens per second."""
+    """Time the native engine; returns the seconds of each generation."""
     import torch
 
     from trustbatch.policy import Policy
@@ -103,7 +103,7 @@ def run_native(engine: str, folder: Path, requests: int, tokens: int, profile: b
 
 
 def run_vllm(engine: str, folder: Path, requests: int, tokens: int, profile: bool) -> dict:
-    """Time vLLM with its own defaults; returns its best tokens per second."""
+    """Time vLLM with its own defaults; returns the seconds of each generation."""
     from vllm import LLM, SamplingParams
 
     del profile

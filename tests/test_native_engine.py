@@ -289,17 +289,8 @@ def test_the_family_is_decoded_as_its_own_forward_pass_says(policy: Policy, name
         torch.testing.assert_close(completion.behaviour_logp, taken, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"hidden_act": "gelu"},
-        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-    ],
-)
-def test_what_the_fast_decoder_does_not_know_it_leaves_to_the_model(
-    policy: Policy, change: dict[str, object]
-) -> None:
+def changed_qwen2(policy: Policy, **change: object) -> Policy:
+    """A small Qwen2 that differs from the family in something."""
     config = Qwen2Config(
         vocab_size=len(policy.tokenizer),
         hidden_size=64,
@@ -311,7 +302,21 @@ def test_what_the_fast_decoder_does_not_know_it_leaves_to_the_model(
         eos_token_id=policy.stop_token_ids[0],
         **change,
     )
-    other = Policy(Qwen2ForCausalLM(config), policy.tokenizer, name="other", precision="float32")
+    return Policy(Qwen2ForCausalLM(config), policy.tokenizer, name="other", precision="float32")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "gelu"},
+        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+)
+def test_what_the_fast_decoder_does_not_know_it_leaves_to_the_model(
+    policy: Policy, change: dict[str, object]
+) -> None:
+    other = changed_qwen2(policy, **change)
     engine = NativeEngine(other, seed=0)
     assert isinstance(engine._batch.decoder, PortableDecoder)
     with pytest.raises(ConfigError, match=r"rollout\.precision"):
@@ -432,17 +437,7 @@ def test_nothing_is_read_that_nothing_wrote(policy: Policy) -> None:
 def test_a_model_with_its_own_forward_pass_takes_prompts_in_several_passes(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = Qwen2Config(
-        vocab_size=len(policy.tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        hidden_act="gelu",
-        eos_token_id=policy.stop_token_ids[0],
-    )
-    other = Policy(Qwen2ForCausalLM(config), policy.tokenizer, name="other", precision="float32")
+    other = changed_qwen2(policy, hidden_act="gelu")
     requests = make_requests(other)
     expected = NativeEngine(other, seed=0).generate(requests)
     monkeypatch.setattr(native_engine, "PREFILL_TOKENS", 8)
