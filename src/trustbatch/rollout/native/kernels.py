@@ -70,6 +70,22 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def _rotated(heads, inside, dims, norm, epsilon, cos, sin, D: tl.constexpr):
+    """Norm and rotate heads [n, D] that `heads` points to; `cos` and `sin` are at their position."""
+    half: tl.constexpr = D // 2
+    partners = (dims + half) % D
+    x = tl.load(heads + dims, mask=inside, other=0.0)
+    partner = tl.load(heads + partners, mask=inside, other=0.0)
+    a, b = x.to(tl.float32), partner.to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(a * a, 1) / D + epsilon)[:, None]
+        a = (a * scale).to(x.dtype).to(tl.float32) * tl.load(norm + dims)
+        b = (b * scale).to(x.dtype).to(tl.float32) * tl.load(norm + partners)
+    b = tl.where(dims < half, -b, b)
+    return (a * tl.load(cos + dims) + b * tl.load(sin + dims)).to(x.dtype)
+
+
+@triton.jit
 def _rotate_and_store(
     qkv,
     query,
@@ -85,39 +101,27 @@ def _rotate_and_store(
     epsilon,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    PADDED_KV: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    half: tl.constexpr = D // 2
-    dims = tl.arange(0, half)
-    source = qkv + row * (NUM_HEADS + 2 * NUM_KV) * D + head * D
-    first, second = tl.load(source + dims), tl.load(source + half + dims)
     here = tl.load(position + row)
     page = tl.load(table + row * table_stride + here // PAGE).to(tl.int64)
-    slot = here % PAGE
-    if head >= NUM_HEADS + NUM_KV:
-        target = values + ((page * NUM_KV + head - NUM_HEADS - NUM_KV) * PAGE + slot) * D
-        tl.store(target + dims, first)
-        tl.store(target + half + dims, second)
-    else:
-        a, b = first.to(tl.float32), second.to(tl.float32)
-        if q_norm is not None:
-            scale = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / D + epsilon)
-            norm = q_norm if head < NUM_HEADS else k_norm
-            a = (a * scale).to(first.dtype).to(tl.float32) * tl.load(norm + dims)
-            b = (b * scale).to(first.dtype).to(tl.float32) * tl.load(norm + half + dims)
-        cos = cosines + here * D + dims
-        sin = sines + here * D + dims
-        rotated_a = a * tl.load(cos) - b * tl.load(sin)
-        rotated_b = b * tl.load(cos + half) + a * tl.load(sin + half)
-        if head < NUM_HEADS:
-            target = query + (row * NUM_HEADS + head) * D
-        else:
-            target = keys + ((page * NUM_KV + head - NUM_HEADS) * PAGE + slot) * D
-        tl.store(target + dims, rotated_a.to(first.dtype))
-        tl.store(target + half + dims, rotated_b.to(first.dtype))
+    dims = tl.arange(0, D)[None, :]
+    head, kv = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED_KV)[:, None]
+    is_head, is_kv = head < NUM_HEADS, kv < NUM_KV
+    source = qkv + row * (NUM_HEADS + 2 * NUM_KV) * D
+    cos, sin = cosines + here * D, sines + here * D
+    q = _rotated(source + head * D, is_head, dims, q_norm, epsilon, cos, sin, D)
+    tl.store(query + (row * NUM_HEADS + head) * D + dims, q, mask=is_head)
+    source += NUM_HEADS * D
+    slot = ((page * NUM_KV + kv) * PAGE + here % PAGE) * D + dims
+    k = _rotated(source + kv * D, is_kv, dims, k_norm, epsilon, cos, sin, D)
+    tl.store(keys + slot, k, mask=is_kv)
+    v = tl.load(source + (NUM_KV + kv) * D + dims, mask=is_kv, other=0.0)
+    tl.store(values + slot, v, mask=is_kv)
 
 
 def rotate_and_store(
@@ -140,7 +144,7 @@ def rotate_and_store(
     _, num_kv, page, head_dim = keys.shape
     query = qkv.new_empty(len(qkv), num_heads, head_dim)
     q_norm, k_norm = norms if norms is not None else (None, None)
-    _rotate_and_store[(len(qkv), num_heads + 2 * num_kv)](
+    _rotate_and_store[(len(qkv),)](
         qkv,
         query,
         keys,
@@ -154,9 +158,11 @@ def rotate_and_store(
         epsilon,
         NUM_HEADS=num_heads,
         NUM_KV=num_kv,
+        PADDED_HEADS=triton.next_power_of_2(num_heads),
+        PADDED_KV=triton.next_power_of_2(num_kv),
         D=head_dim,
         PAGE=page,
-        num_warps=1,
+        num_warps=4,
     )
     return query
 
@@ -199,8 +205,10 @@ def _attend(
         page = tl.load(table + row * table_stride + number).to(tl.int64)
         start = (page * NUM_KV + head) * PAGE * D
         inside = number * PAGE + slots < length
-        k = tl.load(keys + start + slots[None, :] * D + dims[:, None])
         # slots beyond the length hold anything, even NaN: no product may touch them
+        k = tl.load(
+            keys + start + slots[None, :] * D + dims[:, None], mask=inside[None, :], other=0.0
+        )
         v = tl.load(values + start + slots[:, None] * D + dims, mask=inside[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, -float("inf"))
@@ -274,7 +282,7 @@ def attend(
         D=head_dim,
         PAGE=page,
         SPLITS=splits,
-        num_warps=4,
+        num_warps=2,
         num_stages=3,
     )
     if splits > 1:

@@ -56,6 +56,7 @@ class PagedCache:
         self._holders = [1]  # the scratch page is never free
         self._free: list[int] = []
         self._new = _NewPrompts([], [], [])
+        self._table_is_current = False
 
     @property
     def longest(self) -> int:
@@ -102,6 +103,7 @@ class PagedCache:
                     row.append(own)
                 self.rows.append(row)
                 self.lengths.append(length)
+        self._table_is_current = False
         if sources:
             source, target = self._to_device(sources).long(), self._to_device(targets).long()
             for pool in (*self.keys, *self.values):
@@ -138,8 +140,11 @@ class PagedCache:
         wanted = [_num_pages(length + num_steps) for length in self.lengths]
         self._require(sum(n - len(row) for n, row in zip(wanted, self.rows, strict=True)))
         for row, number in zip(self.rows, wanted, strict=True):
-            row.extend(self._take() for _ in range(number - len(row)))
-        self._write_table(max(wanted, default=1))
+            if number > len(row):
+                row.extend(self._take() for _ in range(number - len(row)))
+                self._table_is_current = False
+        if not self._table_is_current:
+            self._write_table(max(wanted, default=1))
 
     def advance(self, num_steps: int) -> None:
         """Every row has so many tokens more."""
@@ -156,6 +161,7 @@ class PagedCache:
                         self._free.append(page)
         self.rows = [self.rows[number] for number in index]
         self.lengths = [self.lengths[number] for number in index]
+        self._table_is_current = False
 
     def _take(self) -> int:
         page = self._free.pop()
@@ -200,6 +206,7 @@ class PagedCache:
             self.table[: len(padded), :width].copy_(self._to_device(padded))
         # rows beyond the running ones only fill up a graph's batch
         self.table[len(padded) :, :1] = SCRATCH
+        self._table_is_current = True
 
     def _to_device(self, numbers: list[int] | list[list[int]]) -> Tensor:
         host = torch.tensor(numbers, dtype=torch.int32)
