@@ -71,7 +71,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _rotated(heads, inside, dims, norm, epsilon, cos, sin, D: tl.constexpr):
-    """Norm and rotate heads [n, D] that `heads` points to; `cos` and `sin` are at their position."""
+    """Norm and rotate heads [n, D] that `heads` points to; `cos`, `sin` are at their position."""
     half: tl.constexpr = D // 2
     partners = (dims + half) % D
     x = tl.load(heads + dims, mask=inside, other=0.0)
