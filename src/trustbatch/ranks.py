@@ -1,0 +1,91 @@
+"""The processes that train together: those that torchrun started, or this one alone.
+
+Every function but `this_rank` and `num_ranks` is collective: all ranks call it in the same order.
+"""
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trustbatch.errors import ConfigError
+
+DEADLINE = timedelta(hours=1)
+"""how long a rank waits for the others; a generation or a checkpoint may lie between two meetings"""
+
+
+@contextmanager
+def joined_ranks(device: str) -> Iterator[None]:
+    """Meet the other processes that torchrun started; a process on its own needs nothing."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or dist.is_initialized():
+        yield
+        return
+    uses_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if uses_gpu:
+        _take_gpu(device, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if uses_gpu else "gloo", timeout=DEADLINE)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _take_gpu(device: str, local_rank: int) -> None:
+    if device not in ("auto", "cuda"):
+        raise ConfigError(
+            f"model.device = {device!r} names one GPU for several processes: set it to cuda, and "
+            "each process takes its own."
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"This machine shows {torch.cuda.device_count()} GPUs and torchrun started a process "
+            f"number {local_rank + 1}: lower --nproc-per-node, or set model.device to cpu."
+        )
+    torch.cuda.set_device(local_rank)
+
+
+def this_rank() -> int:
+    """Return the number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """Return how many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def summed(values: Tensor) -> Tensor:
+    """Return the sum of a tensor over all ranks."""
+    if num_ranks() == 1:
+        return values
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return what each rank gave, in their order; tensors arrive in host memory."""
+    if num_ranks() == 1:
+        return [value]
+    written = io.BytesIO()
+    _HostPickler(written).dump(value)
+    parts: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(parts, written.getvalue())
+    return [pickle.loads(part) for part in parts]
+
+
+class _HostPickler(pickle.Pickler):
+    """Writes tensors as if they were in host memory: another rank has another GPU."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_cuda:
+            return value.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
