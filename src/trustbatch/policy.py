@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,12 +15,13 @@ from transformers import (
     DynamicCache,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from trustbatch.errors import ConfigError
 from trustbatch.gguf import find_gguf, load_gguf, read_gguf_config
-from trustbatch.padding import positions_of
+from trustbatch.packing.attention import no_mask
+from trustbatch.packing.layout import PackedLayout
+from trustbatch.packing.probe import enable_packing, has_plain_head
 from trustbatch.types import Prompt
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its published types do not fit its own arguments
@@ -47,6 +48,9 @@ class Policy:
         # padding is neither attended to nor trained on, so any token will do
         pad = tokenizer.pad_token_id
         self.pad_token_id = pad if isinstance(pad, int) else self.stop_token_ids[0]
+        self.packs = enable_packing(model)
+        """whether the model computes sequences that lie end to end; if not, rows are padded"""
+        self._has_plain_head = has_plain_head(model)
 
     @classmethod
     def load(
@@ -97,51 +101,41 @@ class Policy:
         return torch.autocast(self.device.type, dtype=getattr(torch, self.precision))
 
     def logits(self, input_ids: Tensor, *, num_last: int) -> Tensor:
-        """Return logits [B, num_last, V] of the last positions of padded rows.
-
-        Padding is on the right, so no attention mask is needed: under causal attention a token
-        never sees what comes after it.
-        """
+        """Return logits [B, num_last, V] of the last positions of rows padded on the right."""
         with self.autocast():
-            output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=num_last)
-        return output.logits
-
-    def logits_after_prompts(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, of_row: Tensor, input_ids: Tensor
-    ) -> Tensor:
-        """Return logits [B, 1 + L, V] of rows that continue shared prompts.
-
-        Column 0 is each prompt's last position. Prompts [P, Lp] are padded on the left, rows
-        [B, L] on the right; row i continues prompt of_row[i]. Gradients flow through both.
-        """
-        cache = DynamicCache(config=self.model.config)
-        with self.autocast():
-            logits = self.model(
-                input_ids=prompt_ids,
-                attention_mask=prompt_mask,
-                position_ids=positions_of(prompt_mask),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[of_row]
-            if input_ids.shape[1]:
-                cache.batch_select_indices(of_row)
-                mask = torch.cat([prompt_mask[of_row], torch.ones_like(input_ids)], dim=1)
-                rest = self.model(
-                    input_ids=input_ids,
-                    attention_mask=mask,
-                    position_ids=positions_of(mask)[:, prompt_ids.shape[1] :],
-                    past_key_values=cache,
-                    use_cache=True,
-                ).logits
-                logits = torch.cat([logits, rest], dim=1)
-        return logits
+            return self.model(**_inputs(input_ids, None), logits_to_keep=num_last).logits
 
     @property
-    def can_share_prompts(self) -> bool:
-        """Whether every layer keeps plain keys and values, through which gradients can flow."""
-        layers = DynamicCache(config=self.model.config).layers
-        return all(type(layer) is DynamicLayer for layer in layers)
+    def shares_prompts(self) -> bool:
+        """Whether packed responses may share their prompt; the kernels of a GPU don't know how."""
+        return self.packs and self.device.type == "cpu"
+
+    @property
+    def head(self) -> nn.Linear | None:
+        """The layer from hidden states to logits; None where the model does more to them."""
+        return self.model.get_output_embeddings() if self._has_plain_head else None
+
+    def hidden_states(self, input_ids: Tensor, packed: PackedLayout | None, at: Tensor) -> Tensor:
+        """Return the states [T, h] that the output head takes, at some of the input's places.
+
+        The input is packed [N], or padded rows [B, L] where there is no layout.
+        """
+        with self.autocast():
+            output = self.model.get_decoder()(**_inputs(input_ids, packed))
+        return output.last_hidden_state.flatten(0, 1).index_select(0, at)
+
+    def logits_at(self, input_ids: Tensor, packed: PackedLayout | None, at: Tensor) -> Tensor:
+        """Return the logits [T, V] at some of the input's places."""
+        head = self.head
+        if head is not None:
+            hidden = self.hidden_states(input_ids, packed, at)
+            with self.autocast():
+                return head(hidden)
+        with self.autocast():
+            if packed is not None:
+                return self.model(**_inputs(input_ids, packed), logits_to_keep=at).logits[0]
+            logits = self.model(**_inputs(input_ids, packed)).logits
+        return logits.flatten(0, 1).index_select(0, at)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters by name, as an engine loads them."""
@@ -174,6 +168,23 @@ class Policy:
     def decode(self, token_ids: list[list[int]]) -> list[str]:
         """Turn completions into text, without special tokens."""
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+
+
+def _inputs(input_ids: Tensor, packed: PackedLayout | None) -> dict[str, Any]:
+    """Return the arguments of a forward pass.
+
+    Padding is on the right, so rows need no attention mask: under causal attention a token never
+    sees what comes after it.
+    """
+    if packed is None:
+        return {"input_ids": input_ids, "use_cache": False}
+    return {
+        "input_ids": input_ids[None],
+        "position_ids": packed.position_ids[None],
+        "attention_mask": no_mask(input_ids.device),
+        "use_cache": False,
+        "packed": packed,
+    }
 
 
 def _load_folder(name: str, *, trust_remote_code: bool) -> tuple[Any, PreTrainedTokenizerBase]:

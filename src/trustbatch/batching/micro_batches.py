@@ -1,8 +1,7 @@
-"""From sequences to padded batches that one forward pass can hold.
+"""From sequences to batches that one forward pass can hold.
 
-A batch has one of two layouts. Plain: every row is a prompt and its response. Shared: the prompt of
-a group is computed once and its rows hold the responses alone, which saves most of the work where
-prompts are long beside responses. Both give the same log-probs.
+A batch is packed: units lie end to end, and attention alone knows where they end. For a model that
+can't compute that, it has padded rows instead, one a sequence. Both give the same log-probs.
 """
 
 from collections.abc import Sequence
@@ -11,51 +10,29 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from trustbatch.padding import pad_left
+from trustbatch.batching.division import Bin, bins_of_rank, packed_bins, padded_bins
+from trustbatch.batching.units import TrainUnit, units_of
+from trustbatch.packing.layout import PackedLayout, Unit
 from trustbatch.types import TrainSequence
-
-WORTH_SHARING = 0.9
-"""prompts are shared if that leaves at most this part of the tokens to compute"""
-LONGEST_SHARED = 1024
-"""longer sequences stay plain: a shared prompt needs an explicit [response, sequence] mask"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedPrompts:
-    """P left-padded prompts, each the beginning of several rows."""
-
-    input_ids: Tensor
-    """[P, Lp]"""
-    mask: Tensor
-    """[P, Lp] 1 for tokens, 0 for padding"""
-    of_row: Tensor
-    """[B] which prompt each row continues"""
-
-    def to(self, device: torch.device) -> "SharedPrompts":
-        """Move every tensor."""
-        return SharedPrompts(
-            input_ids=self.input_ids.to(device),
-            mask=self.mask.to(device),
-            of_row=self.of_row.to(device),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """B right-padded rows, and where the logits that predict their T response tokens are.
+    """Input tokens, and where the outputs that predict its T response tokens are.
 
     The last token of a response predicts nothing and is no input. Example: prompt [5, 6] with
-    response [7, 8] is the plain row [5, 6, 7], whose columns 1 and 2 predict 7 and 8. With a shared
-    prompt [5, 6] the row is [7]; column 0 is then the prompt's last position, and column 1 the 7.
+    response [7, 8] is the input [5, 6, 7], whose places 1 and 2 predict 7 and 8. Where a second
+    response [9, 7] shares the prompt, the input is [5, 6, 7, 9]; places 1 and 3 predict 9 and 7.
     """
 
     input_ids: Tensor
-    """[B, L]"""
-    prompts: SharedPrompts | None
-    row: Tensor
-    """[T] row of each response token, which is also its sequence"""
-    column: Tensor
-    """[T] column of the logits that predict it"""
+    """[N] packed, or [B, L] padded on the right"""
+    packed: PackedLayout | None
+    """None for padded rows"""
+    index: Tensor
+    """[T] place of the output that predicts each response token, among all input tokens in order"""
+    sequence: Tensor
+    """[T] number of the sequence that it belongs to"""
     target: Tensor
     """[T] the token itself"""
     behaviour_logp: Tensor
@@ -67,14 +44,12 @@ class MicroBatch:
     behaviour_top_logp: Tensor | None
     """[T, K]"""
     policies: tuple[str, ...]
-    """[B] who drew each row"""
+    """who drew each sequence"""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Move every tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {
-            n: v.to(device) for n, v in values.items() if isinstance(v, Tensor | SharedPrompts)
-        }
+        moved = {n: v.to(device) for n, v in values.items() if isinstance(v, Tensor | PackedLayout)}
         return replace(self, **moved)
 
 
@@ -83,92 +58,100 @@ def micro_batches(
     *,
     max_tokens: int,
     pad_token_id: int,
+    packs: bool,
     may_share_prompts: bool = False,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> list[MicroBatch]:
-    """Pack sequences of similar length together, at most `max_tokens` with padding in each batch.
+    """Divide the sequences of an optimiser step over the ranks, and return those of one rank.
 
-    A sequence that is longer than that gets a batch of its own.
+    A batch computes at most `max_tokens` tokens, or one longer sequence. All ranks get equally many
+    batches; a batch without a sequence has one input token, which predicts nothing.
     """
-    if may_share_prompts and _sharing_pays(sequences):
-        by_prompt: dict[tuple[int, ...], list[TrainSequence]] = {}
-        for sequence in sequences:
-            by_prompt.setdefault(sequence.prompt_token_ids, []).append(sequence)
-        units = [
-            group[start : start + _rows_that_fit(group, max_tokens)]
-            for group in by_prompt.values()
-            for start in range(0, len(group), _rows_that_fit(group, max_tokens))
-        ]
-        shared = True
+    num_tokens = sum(sequence.num_tokens for sequence in sequences)
+    # no unit or padded bin so large that a rank would have to do without
+    share = max(min(max_tokens, -(-num_tokens // num_ranks)), 1)
+    units = units_of(sequences, may_share_prompts=packs and may_share_prompts, max_tokens=share)
+    if packs:
+        bins = packed_bins(units, max_tokens=max_tokens, num_ranks=num_ranks)
     else:
-        units, shared = [[sequence] for sequence in sequences], False
-    # sorted() is stable, so equal lengths keep their order and the result is reproducible
-    units.sort(key=lambda unit: -max(sequence.num_tokens for sequence in unit))
-    batches: list[list[TrainSequence]] = []
-    width = 0
-    for unit in units:
-        # the first unit of a batch has its longest sequence and sets the width
-        if batches and (len(batches[-1]) + len(unit)) * width <= max_tokens:
-            batches[-1] += unit
-        else:
-            batches.append(list(unit))
-            width = max(sequence.num_tokens for sequence in unit)
-    return [_lay_out(batch, pad_token_id, shared=shared) for batch in batches]
+        bins = padded_bins(units, max_tokens=share)
+    own = bins_of_rank(bins, rank=rank, num_ranks=num_ranks)
+    tops = {_top_width(sequence) for sequence in sequences}
+    (top,) = tops if len(tops) == 1 else (None,)
+    return [_lay_out(each, pad_token_id if not packs else None, top=top) for each in own]
 
 
-def _rows_that_fit(group: Sequence[TrainSequence], max_tokens: int) -> int:
-    return max(max_tokens // max(sequence.num_tokens for sequence in group), 1)
+def _top_width(sequence: TrainSequence) -> int | None:
+    top = sequence.completion.top_token_ids
+    return None if top is None else top.shape[1]
 
 
-def _sharing_pays(sequences: Sequence[TrainSequence]) -> bool:
-    if max(sequence.num_tokens for sequence in sequences) > LONGEST_SHARED:
-        return False
-    plain = sum(sequence.num_tokens for sequence in sequences)
-    repeated = sum(len(sequence.prompt_token_ids) for sequence in sequences)
-    distinct = sum(map(len, {sequence.prompt_token_ids for sequence in sequences}))
-    return plain - repeated + distinct <= WORTH_SHARING * plain
-
-
-def _lay_out(sequences: Sequence[TrainSequence], pad_token_id: int, *, shared: bool) -> MicroBatch:
+def _lay_out(units: Bin, pad_token_id: int | None, *, top: int | None) -> MicroBatch:
+    """Lay units out, padded where there is a token for it; `top` tokens recorded everywhere."""
+    sequences = [sequence for unit in units for sequence in unit.sequences]
     completions = [sequence.completion for sequence in sequences]
-    responses = [completion.token_ids for completion in completions]
-    prompts = [sequence.prompt_token_ids for sequence in sequences]
-    if shared:
-        rows = [response[:-1] for response in responses]
-        first_columns = torch.zeros(len(sequences), dtype=torch.int64)
+    packed = None
+    if pad_token_id is None:
+        inputs = [part for unit in units for part in _inputs(unit)]
+        input_ids = torch.cat(inputs) if inputs else torch.zeros(1, dtype=torch.int64)
+        packed = PackedLayout.of([unit.shape for unit in units] or [Unit(1)])
+        begins = _begins([unit.num_tokens for unit in units])
     else:
-        rows = [
-            torch.cat([torch.tensor(prompt), response[:-1]])
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-        first_columns = torch.tensor([len(prompt) - 1 for prompt in prompts])
-    lengths = torch.tensor([len(response) for response in responses])
-    target = torch.cat(responses)
-    # counts 0, 1, 2, ... within each response
-    place = torch.arange(len(target)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    advantage = torch.tensor([sequence.advantage for sequence in sequences], dtype=torch.float32)
-    return MicroBatch(
-        input_ids=torch.nn.utils.rnn.pad_sequence(
+        rows = [torch.cat(_inputs(unit)) for unit in units] or [torch.tensor([pad_token_id])]
+        input_ids = torch.nn.utils.rnn.pad_sequence(
             rows, batch_first=True, padding_value=pad_token_id
+        )
+        begins = [row * input_ids.shape[1] for row in range(len(units))]
+    lengths = torch.tensor(
+        [len(completion.token_ids) for completion in completions], dtype=torch.int64
+    )
+    advantage = torch.tensor([sequence.advantage for sequence in sequences], dtype=torch.float32)
+    none = torch.zeros(0)
+    return MicroBatch(
+        input_ids=input_ids,
+        packed=packed,
+        index=torch.cat(
+            [none.long(), *(_index(unit, b) for unit, b in zip(units, begins, strict=True))]
         ),
-        prompts=_share(prompts, pad_token_id) if shared else None,
-        row=torch.arange(len(sequences)).repeat_interleave(lengths),
-        column=first_columns.repeat_interleave(lengths) + place,
-        target=target,
-        behaviour_logp=torch.cat([completion.behaviour_logp for completion in completions]),
+        sequence=torch.arange(len(sequences)).repeat_interleave(lengths),
+        target=torch.cat([none.long(), *(completion.token_ids for completion in completions)]),
+        behaviour_logp=torch.cat([none, *(each.behaviour_logp for each in completions)]),
         advantage=advantage.repeat_interleave(lengths),
-        top_token_ids=_cat([completion.top_token_ids for completion in completions]),
-        behaviour_top_logp=_cat([completion.behaviour_top_logp for completion in completions]),
+        top_token_ids=_cat([c.top_token_ids for c in completions], torch.int64, top),
+        behaviour_top_logp=_cat([c.behaviour_top_logp for c in completions], torch.float32, top),
         policies=tuple(completion.provenance.policy for completion in completions),
     )
 
 
-def _share(prompts: Sequence[tuple[int, ...]], pad_token_id: int) -> SharedPrompts:
-    number_of = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-    ids, mask = pad_left(list(number_of), pad_token_id)
-    of_row = torch.tensor([number_of[prompt] for prompt in prompts])
-    return SharedPrompts(input_ids=ids, mask=mask, of_row=of_row)
+def _begins(lengths: Sequence[int]) -> list[int]:
+    """Return where each of the things that lie end to end begins."""
+    begins = [0]
+    for length in lengths:
+        begins.append(begins[-1] + length)
+    return begins[:-1]
 
 
-def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
+def _inputs(unit: TrainUnit) -> list[Tensor]:
+    prompt = torch.tensor(unit.sequences[0].prompt_token_ids)
+    return [prompt, *(sequence.completion.token_ids[:-1] for sequence in unit.sequences)]
+
+
+def _index(unit: TrainUnit, begin: int) -> Tensor:
+    """Return the places that predict a unit's response tokens; the first is the prompt's last."""
+    response = begin + len(unit.sequences[0].prompt_token_ids)
+    parts = []
+    for sequence in unit.sequences:
+        length = len(sequence.completion.token_ids) - 1
+        parts += [torch.tensor([begin + len(sequence.prompt_token_ids) - 1])]
+        parts += [torch.arange(response, response + length)]
+        response += length
+    return torch.cat(parts)
+
+
+def _cat(tensors: Sequence[Tensor | None], dtype: torch.dtype, width: int | None) -> Tensor | None:
+    """Put [n, width] side by side; None unless all sequences of the step have them."""
+    if width is None:
+        return None
     present = [tensor for tensor in tensors if tensor is not None]
-    return torch.cat(present) if len(present) == len(tensors) else None
+    return torch.cat([torch.zeros(0, width, dtype=dtype), *present])

@@ -45,7 +45,8 @@ def logit_rows(policy: Policy, draws: Draws, layout: Layout) -> Iterator[LogitRo
         draws.sequences,
         max_tokens=layout.max_tokens,
         pad_token_id=policy.pad_token_id,
-        may_share_prompts=layout.share_prompts and policy.can_share_prompts,
+        packs=policy.packs,
+        may_share_prompts=layout.share_prompts and policy.shares_prompts,
     ):
         batch = batch.to(policy.device)
         logits = response_logits(policy, batch)  # [T, V]

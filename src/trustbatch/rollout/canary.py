@@ -125,6 +125,7 @@ class Canary:
             # one forward pass, as wide as its rows: there are few of them
             max_tokens=len(sequences) * max(sequence.num_tokens for sequence in sequences),
             pad_token_id=self.policy.pad_token_id,
+            packs=self.policy.packs,
         )
         batch = batch.to(self.policy.device)
         with torch.no_grad():

@@ -57,15 +57,7 @@ def token_logprobs(
 
 def response_logits(policy: Policy, batch: MicroBatch) -> Tensor:
     """Return the logits [T, V] that predict each response token."""
-    if batch.prompts is None:
-        first = int(batch.column.min())
-        logits = policy.logits(batch.input_ids, num_last=batch.input_ids.shape[1] - first)
-        return logits[batch.row, batch.column - first]
-    prompts = batch.prompts
-    logits = policy.logits_after_prompts(
-        prompts.input_ids, prompts.mask, prompts.of_row, batch.input_ids
-    )
-    return logits[batch.row, batch.column]
+    return policy.logits_at(batch.input_ids, batch.packed, batch.index)
 
 
 def _entropy(logits: Tensor, normaliser: Tensor, use: EntropyUse) -> Tensor | None:

@@ -55,8 +55,9 @@ class Trainer:
             policy.model.parameters(), betas=config.betas, weight_decay=config.weight_decay
         )
         policies = [policy] if reference is None else [policy, reference]
+        self._packs = all(each.packs for each in policies)
         self._may_share_prompts = config.share_prompts and all(
-            each.can_share_prompts for each in policies
+            each.shares_prompts for each in policies
         )
         self.num_optimiser_steps = 0
         self.num_consecutive_skips = 0
@@ -71,6 +72,7 @@ class Trainer:
                     part,
                     max_tokens=self.config.micro_batch_tokens,
                     pad_token_id=self.policy.pad_token_id,
+                    packs=self._packs,
                     may_share_prompts=self._may_share_prompts,
                 )
                 for part in mini_batches(sequences, self.config.mini_batches, seed=seed)
@@ -166,7 +168,7 @@ class Trainer:
             logp=logp,
             behaviour_logp=batch.behaviour_logp,
             advantage=batch.advantage,
-            sequence=batch.row,
+            sequence=batch.sequence,
             proximal_logp=proximal.logp if proximal else None,
             reference_logp=part.reference_logp,
             entropy=entropy,
