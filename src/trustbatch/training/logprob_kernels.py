@@ -1,4 +1,4 @@
-"""The functions of `logprob_passes` as Triton kernels: each reads a slice of float32 logits once."""
+"""The functions of `logprob_passes` as Triton kernels: each reads the float32 logits once."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportMissingImports=false
@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trustbatch.training.logprob_passes import OutputGradients, SliceStatistics
+from trustbatch.training.logprob_passes import LOWEST_LOGP, OutputGradients, SliceStatistics
 
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""what -inf becomes where it is multiplied by a probability of 0"""
+LOWEST = tl.constexpr(LOWEST_LOGP)
 STATISTICS_BLOCK = 8192
 GRADIENT_BLOCK = 4096
 

@@ -10,6 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+LOWEST_LOGP = -1e4
+"""stands for -inf where a log-prob is multiplied by its probability: exp of either is 0"""
+
 
 @dataclass
 class SliceStatistics:
@@ -89,7 +92,7 @@ def add_slice(
         weight = x.exp()
         statistics.weighted = (statistics.weighted + shift * statistics.total) * shrink
         statistics.total = statistics.total * shrink + weight.sum(-1)
-        statistics.weighted += weight.mul_(_above_infinity(x, bias)).sum(-1)
+        statistics.weighted += weight.mul_(_finite(x, bias)).sum(-1)
     statistics.maximum = maximum
 
 
@@ -113,7 +116,7 @@ def logit_gradients(
     if outputs.entropy is None or outputs.d_entropy is None:
         gradient.mul_(-pull)
     else:
-        distance = _above_infinity(log_p, bias).add_(outputs.entropy[:, None])
+        distance = _finite(log_p, bias).add_(outputs.entropy[:, None])
         gradient.mul_(distance.mul_(-outputs.d_entropy[:, None]).sub_(pull))
     inside, column = _columns(outputs.ids, first, gradient.shape[1])
     gradient.scatter_add_(1, column, torch.where(inside, outputs.d_logp, 0.0))
@@ -133,6 +136,6 @@ def _columns(ids: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
     return (column >= 0) & (column < width), column.clamp(0, width - 1)
 
 
-def _above_infinity(x: Tensor, bias: Tensor | None) -> Tensor:
+def _finite(x: Tensor, bias: Tensor | None) -> Tensor:
     # a token that the bias excludes adds 0 to the entropy, not 0 * -inf
-    return x if bias is None else x.clamp_(min=torch.finfo(x.dtype).min)
+    return x if bias is None else x.clamp_(min=LOWEST_LOGP)
