@@ -1,21 +1,13 @@
 """Log-probs of response tokens under a policy."""
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
 
 from trustbatch.batching.micro_batches import MicroBatch
 from trustbatch.policy import Policy
-
-
-class EntropyUse(Enum):
-    """What the entropy of the policy is wanted for."""
-
-    NONE = 0
-    REPORTED = 1
-    LEARNED = 2
+from trustbatch.training.entropy_use import EntropyUse
 
 
 @dataclass(frozen=True)
