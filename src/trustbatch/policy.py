@@ -1,6 +1,6 @@
 """The policy: a causal language model with its tokenizer, on one device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,26 @@ from trustbatch.gguf import find_gguf, load_gguf, read_gguf_config
 from trustbatch.packing.attention import no_mask
 from trustbatch.packing.layout import PackedLayout
 from trustbatch.packing.probe import enable_packing, has_plain_head
+from trustbatch.ranks import whole
 from trustbatch.types import Prompt
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its published types do not fit its own arguments
+
+
+class PolicyRoot(nn.Module):
+    """The model as a module whose forward pass is any function of it.
+
+    FSDP gathers parameters around the forward pass of the module that it was given, and log-probs
+    need more than the model's own: the head's weight without its logits.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that uses the model; what it returns is a tensor or a tuple of them."""
+        return function(*arguments)
 
 
 class Policy:
@@ -37,6 +54,7 @@ class Policy:
         self, model: Any, tokenizer: PreTrainedTokenizerBase, *, name: str, precision: str
     ) -> None:
         self.model = model.eval()
+        self.root = PolicyRoot(model)
         self.tokenizer = tokenizer
         self.name = name
         self.precision = precision
@@ -94,11 +112,16 @@ class Policy:
         config = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or 2**31)
 
+    @property
+    def product_dtype(self) -> torch.dtype | None:
+        """What the operands of matrix products are rounded to; None keeps them as they are."""
+        return None if self.precision == "float32" else getattr(torch, self.precision)
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Context in which matrix products run in the policy's precision."""
-        if self.precision == "float32":
+        if self.product_dtype is None:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=getattr(torch, self.precision))
+        return torch.autocast(self.device.type, dtype=self.product_dtype)
 
     def logits(self, input_ids: Tensor, *, num_last: int) -> Tensor:
         """Return logits [B, num_last, V] of the last positions of rows padded on the right."""
@@ -125,12 +148,7 @@ class Policy:
         return output.last_hidden_state.flatten(0, 1).index_select(0, at)
 
     def logits_at(self, input_ids: Tensor, packed: PackedLayout | None, at: Tensor) -> Tensor:
-        """Return the logits [T, V] at some of the input's places."""
-        head = self.head
-        if head is not None:
-            hidden = self.hidden_states(input_ids, packed, at)
-            with self.autocast():
-                return head(hidden)
+        """Return the logits [T, V] at some of the input's places, as the model makes them."""
         with self.autocast():
             if packed is not None:
                 return self.model(**_inputs(input_ids, packed), logits_to_keep=at).logits[0]
@@ -140,7 +158,7 @@ class Policy:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters by name, as an engine loads them."""
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+            yield name, whole(parameter.detach())
 
     def freeze(self) -> "Policy":
         """Make this a policy that is never trained."""

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trustbatch.errors import ConfigError
 
 DEADLINE = timedelta(hours=1)
-"""how long a rank waits for the others; a generation or a checkpoint may lie between two meetings"""
+"""how long a rank waits for the others: a generation or a checkpoint may lie in between"""
 
 
 @contextmanager
@@ -69,6 +70,11 @@ def summed(values: Tensor) -> Tensor:
     total = values.clone()
     dist.all_reduce(total)
     return total
+
+
+def whole(values: Tensor) -> Tensor:
+    """Return the whole of a tensor of which each rank may hold a part."""
+    return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 def gathered(value: Any) -> list[Any]:

@@ -25,7 +25,7 @@ class TrainUnit:
         """Its input tokens, as the attention sees them."""
         prompt = len(self.sequences[0].prompt_token_ids)
         responses = tuple(len(each.completion.token_ids) - 1 for each in self.sequences)
-        return Unit(prompt, responses) if len(responses) > 1 else Unit(prompt + responses[0])
+        return Unit(prompt, responses) if len(responses) > 1 else Unit(prompt + sum(responses))
 
     @property
     def num_tokens(self) -> int:

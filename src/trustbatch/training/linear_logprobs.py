@@ -77,6 +77,15 @@ def linear_logprobs(
     return logp[:, 0], top_logp, entropies
 
 
+def linear_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, precision: torch.dtype | None = None
+) -> Tensor:
+    """Return the logits [T, V] that `linear_logprobs` speaks of, for who needs them all."""
+    head = _Head(weight, bias, precision or torch.promote_types(hidden.dtype, weight.dtype))
+    logits = head.logits(head.operand(hidden), head.operand(weight))
+    return logits if head.bias is None else logits + head.bias
+
+
 class _LinearLogprobs(torch.autograd.Function):
     """(logp [T, J], entropy [T] or None) of the J ids of each token."""
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from trustbatch.batching.micro_batches import MicroBatch
 from trustbatch.policy import Policy
 from trustbatch.training.entropy_use import EntropyUse
+from trustbatch.training.linear_logprobs import linear_logits, linear_logprobs
 
 
 @dataclass(frozen=True)
@@ -31,25 +32,63 @@ def token_logprobs(
     entropy: EntropyUse = EntropyUse.NONE,
 ) -> TokenLogprobs:
     """Evaluate softmax(logits / temperature) at the sampled tokens, and at the recorded top K."""
-    logits = response_logits(policy, batch)  # [T, V]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1.0:
-        logits = logits / temperature
-    normaliser = logits.logsumexp(-1)
-    top_logp = None
+    top_token_ids = None
     if with_top:
         assert batch.top_token_ids is not None, "the engine recorded no most likely tokens"
-        top_logp = logits.gather(-1, batch.top_token_ids) - normaliser[:, None]
-    return TokenLogprobs(
-        logp=logits.gather(-1, batch.target[:, None]).squeeze(-1) - normaliser,
-        top_logp=top_logp,
-        entropy=_entropy(logits, normaliser, entropy),
+        top_token_ids = batch.top_token_ids
+    evaluate = _with_all_logits if policy.head is None else _without_logits
+    return TokenLogprobs(*policy.root(evaluate, policy, batch, temperature, top_token_ids, entropy))
+
+
+_Evaluated = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def _without_logits(
+    policy: Policy,
+    batch: MicroBatch,
+    temperature: float,
+    top_token_ids: Tensor | None,
+    entropy: EntropyUse,
+) -> _Evaluated:
+    head = policy.head
+    assert head is not None
+    return linear_logprobs(
+        policy.hidden_states(batch.input_ids, batch.packed, batch.index),
+        head.weight,
+        head.bias,
+        batch.target,
+        temperature=temperature,
+        top_token_ids=top_token_ids,
+        entropy=entropy,
+        precision=policy.product_dtype,
     )
 
 
 def response_logits(policy: Policy, batch: MicroBatch) -> Tensor:
-    """Return the logits [T, V] that predict each response token."""
-    return policy.logits_at(batch.input_ids, batch.packed, batch.index)
+    """Return the logits [T, V] that predict each response token, as log-probs are made of them."""
+    head = policy.head
+    if head is None:
+        logits = policy.logits_at(batch.input_ids, batch.packed, batch.index)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    hidden = policy.hidden_states(batch.input_ids, batch.packed, batch.index)
+    return linear_logits(hidden, head.weight, head.bias, precision=policy.product_dtype)
+
+
+def _with_all_logits(
+    policy: Policy,
+    batch: MicroBatch,
+    temperature: float,
+    top_token_ids: Tensor | None,
+    entropy: EntropyUse,
+) -> _Evaluated:
+    """Do the same for a model that caps or scales its logits: they are all in memory."""
+    logits = response_logits(policy, batch) / temperature
+    normaliser = logits.logsumexp(-1)
+    top_logp = None
+    if top_token_ids is not None:
+        top_logp = logits.gather(-1, top_token_ids) - normaliser[:, None]
+    logp = logits.gather(-1, batch.target[:, None]).squeeze(-1) - normaliser
+    return logp, top_logp, _entropy(logits, normaliser, entropy)
 
 
 def _entropy(logits: Tensor, normaliser: Tensor, use: EntropyUse) -> Tensor | None:

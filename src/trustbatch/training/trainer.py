@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from trustbatch.errors import DivergedError
 from trustbatch.objectives import Objective, ObjectiveOutput, TokenBatch, Totals
 from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_steps, merge_metrics
 from trustbatch.policy import Policy
+from trustbatch.ranks import gathered, num_ranks, summed, this_rank, whole
+from trustbatch.training.graph_room import GraphRoom
 from trustbatch.training.logprobs import EntropyUse, TokenLogprobs, token_logprobs
 from trustbatch.training.optimiser import build_adamw, learning_rate_factor
 from trustbatch.training.policy_ratios import policy_ratios
@@ -65,6 +67,7 @@ class Trainer:
     def train(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Update the policy on one batch of rollouts; returns the metrics of all its steps."""
         steps: list[Metrics] = []
+        is_mixed = len({sequence.completion.provenance.policy for sequence in sequences}) > 1
         for pass_number in range(self.config.passes):
             seed = f"{self.seed}:{self.num_optimiser_steps}:{pass_number}"
             parts = [
@@ -74,71 +77,92 @@ class Trainer:
                     pad_token_id=self.policy.pad_token_id,
                     packs=self._packs,
                     may_share_prompts=self._may_share_prompts,
+                    rank=this_rank(),
+                    num_ranks=num_ranks(),
                 )
                 for part in mini_batches(sequences, self.config.mini_batches, seed=seed)
             ]
             # the proximal policy is the one at the start of the pass: all anchors come first
             anchored = [[self._anchor(batch, len(parts)) for batch in part] for part in parts]
-            steps += [self._optimiser_step(part) for part in anchored]
+            steps += [self._optimiser_step(part, is_mixed=is_mixed) for part in anchored]
         return average_over_steps(steps)
 
-    def _optimiser_step(self, parts: Sequence[_Anchored]) -> Metrics:
+    def _optimiser_step(self, parts: Sequence[_Anchored], *, is_mixed: bool) -> Metrics:
         """Accumulate the gradient of all micro-batches, then step once, or not at all."""
         learning_rate = self._set_learning_rate()
         self.optimiser.zero_grad(set_to_none=True)
         from_policy = self.objective.totals_need_policy
-        totals, outputs = self._accumulate(parts, from_policy=from_policy)
-        counted = sum(output.num_tokens for output in outputs)
+        totals, outputs = self._accumulate(parts, from_policy=from_policy, is_mixed=is_mixed)
+        counted = sum(gathered(sum(output.num_tokens for output in outputs)))
         if counted != int(totals.num_tokens):
             # the policy itself gave a non-finite log-prob, which the data could not foretell
             self.optimiser.zero_grad(set_to_none=True)
-            totals, outputs = self._accumulate(parts, from_policy=True)
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.policy.model.parameters(), self.config.gradient_clip
-        )
-        loss = torch.stack([output.loss.detach() for output in outputs]).sum()
+            totals, outputs = self._accumulate(parts, from_policy=True, is_mixed=is_mixed)
+        parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip))
+        loss = summed(torch.stack([output.loss.detach() for output in outputs]).sum())
         usable = bool((totals.num_tokens > 0) & torch.isfinite(norm) & torch.isfinite(loss))
         if usable:
             self.optimiser.step()
         self._count_skips(usable)
         self.num_optimiser_steps += 1
-        metrics = merge_metrics(output.metrics for output in outputs)
+        of_ranks = gathered(merge_metrics(output.metrics for output in outputs))
+        metrics = merge_metrics(of_ranks)
         metrics["gradient/norm"] = Mean.of(norm)
         metrics["learning_rate"] = Mean.of(torch.tensor(learning_rate, dtype=torch.float64))
         metrics["steps/skipped"] = Count(torch.tensor(float(not usable)))
         return metrics
 
     def _accumulate(
-        self, parts: Sequence[_Anchored], *, from_policy: bool
+        self, parts: Sequence[_Anchored], *, from_policy: bool, is_mixed: bool
     ) -> tuple[Totals, list[ObjectiveOutput]]:
         """Add up the gradient of all micro-batches, each weighed by the totals of the step."""
-        # with one micro-batch its own forward pass supplies the totals
-        totals = self._totals(parts, from_policy=from_policy) if len(parts) > 1 else None
+        held = self._hold(parts) if from_policy or len(parts) == 1 else {}
+        totals = self._totals(parts, held, from_policy=from_policy)
         outputs = []
-        is_mixed = len({policy for part in parts for policy in part.batch.policies}) > 1
-        for part in parts:
-            tokens = self._tokens(part)
-            totals = totals or self.objective.totals(tokens)
+        for number, part in enumerate(parts):
+            tokens = held.pop(number, None)
+            if tokens is None:
+                tokens = self._tokens(part)
             output = self.objective(tokens, totals)
             output.loss.backward()
             if is_mixed:
                 output.metrics.update(policy_ratios(tokens, part.batch.policies))
             outputs.append(output)
-        assert totals is not None
+            del tokens  # or its graph lives on beside the next
         return totals, outputs
 
-    def _totals(self, parts: Sequence[_Anchored], *, from_policy: bool) -> Totals:
-        """Totals of the step: from a pre-pass without gradient, or from the data alone."""
+    def _hold(self, parts: Sequence[_Anchored]) -> dict[int, TokenBatch]:
+        """Run the first passes with gradient, as many as memory holds side by side.
+
+        They serve twice: for the totals of the step, and for its gradient.
+        """
+        room = GraphRoom(self.policy)
+        held: dict[int, TokenBatch] = {}
+        for number, part in enumerate(parts):
+            if number and not room.has_one_more():
+                break
+            with room.measured():
+                held[number] = self._tokens(part)
+        return held
+
+    def _totals(
+        self, parts: Sequence[_Anchored], held: Mapping[int, TokenBatch], *, from_policy: bool
+    ) -> Totals:
+        """Totals of the step: from passes that are held, a pre-pass, or from the data alone."""
         totals: list[Totals] = []
-        for part in parts:
-            logp = part.batch.behaviour_logp
-            if from_policy:
-                with torch.no_grad():
-                    logp = token_logprobs(
-                        self.policy, part.batch, temperature=self.policy_temperature
-                    ).logp
-            totals.append(self.objective.totals(self._pack(part, logp)))
-        return functools.reduce(operator.add, totals)
+        for number, part in enumerate(parts):
+            tokens = held.get(number)
+            if tokens is None:
+                logp = part.batch.behaviour_logp
+                if from_policy:
+                    with torch.no_grad():
+                        logp = token_logprobs(
+                            self.policy, part.batch, temperature=self.policy_temperature
+                        ).logp
+                tokens = self._pack(part, logp)
+            totals.append(self.objective.totals(tokens))
+        return functools.reduce(operator.add, gathered(functools.reduce(operator.add, totals)))
 
     def _tokens(self, part: _Anchored) -> TokenBatch:
         """Run the policy with gradient, and lay its tokens beside what is known of them."""

@@ -1,0 +1,48 @@
+"""Parameters divided over the ranks: FSDP2, one decoder layer at a time."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from trustbatch.policy import Policy
+from trustbatch.ranks import num_ranks
+
+
+def shard(policy: Policy, *, device: torch.device, offload: bool = False) -> None:
+    """Leave each rank its part of every parameter, gathered layer by layer when it is computed.
+
+    The gradient becomes the sum over ranks, not their mean: objectives divide by the totals of the
+    whole step. Embedding, last norm and head are gathered in float32, so that the residual stream
+    stays float32 as in a single process; the layers in the precision of their products.
+    """
+    mesh = init_device_mesh(device.type, (num_ranks(),))
+    placement = CPUOffloadPolicy() if offload else OffloadPolicy()
+    in_layers = MixedPrecisionPolicy(
+        param_dtype=policy.product_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    if policy.product_dtype is None:
+        in_layers = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for layer in decoder_layers(policy.model):
+        fully_shard(layer, mesh=mesh, mp_policy=in_layers, offload_policy=placement)
+    around = MixedPrecisionPolicy(cast_forward_inputs=False)
+    fully_shard(policy.root, mesh=mesh, mp_policy=around, offload_policy=placement)
+    for module in policy.root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks that a model is a stack of, as its authors name them."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in model.modules():
+        if type(module).__name__ in names:
+            yield module
