@@ -1,0 +1,55 @@
+"""The same training on one, two and four processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.ranks import train_worker
+
+WORKERS = Path(__file__).parent / "ranks"
+
+
+def torchrun(worker: str, num_ranks: int, *arguments: str) -> None:
+    """Run a worker in several processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*command, "--nproc-per-node", str(num_ranks), str(WORKERS / worker), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process writes."""
+    output = tmp_path_factory.mktemp("ranks") / "alone"
+    train_worker.main(str(tiny_folder), str(output))
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_objective_trains_the_same_on_any_number_of_ranks(
+    num_ranks: int, alone: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Uneven batches, ranks without a token, several micro-batches, passes and mini-batches."""
+    output = tmp_path / "output"
+    torchrun("train_worker.py", num_ranks, str(tiny_folder), str(output))
+    expected = json.loads(Path(f"{alone}.json").read_text())
+    actual = json.loads(Path(f"{output}.json").read_text())
+    for name, batches in expected.items():
+        for number, metrics in enumerate(batches):
+            assert actual[name][number].keys() == metrics.keys()
+            for key, value in metrics.items():
+                found = actual[name][number][key]
+                assert found == pytest.approx(value, rel=1e-5, abs=1e-8), (name, number, key)
+    parameters = load_file(f"{alone}.safetensors")
+    for name, tensor in load_file(f"{output}.safetensors").items():
+        torch.testing.assert_close(tensor, parameters[name], rtol=1e-6, atol=1e-8)
