@@ -46,13 +46,20 @@ def in_ranks(num_ranks: int, folder: Path, function: Callable[..., None], *argum
     if num_ranks == 0:
         function(*arguments)
         return
-    meeting = folder / f"meeting-{time.monotonic_ns()}"
-    processes = [
-        start(_rank, rank, num_ranks, meeting, function, arguments) for rank in range(num_ranks)
-    ]
+    processes = start_ranks(num_ranks, folder, function, *arguments)
     for process in processes:
         process.join(START_SECONDS)
     assert [process.exitcode for process in processes] == [0] * num_ranks
+
+
+def start_ranks(
+    num_ranks: int, folder: Path, function: Callable[..., None], *arguments: Any
+) -> list[Any]:
+    """Start a function in `num_ranks` processes of one group."""
+    meeting = folder / f"meeting-{time.monotonic_ns()}"
+    return [
+        start(_rank, rank, num_ranks, meeting, function, arguments) for rank in range(num_ranks)
+    ]
 
 
 def _rank(
@@ -86,7 +93,8 @@ def take_step(trainer: Trainer, step: int) -> None:
     logits = trainer.policy.model(input_ids=rows, use_cache=False).logits
     cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
     for group in trainer.optimiser.param_groups:
-        group["lr"] = 1e-3
+        # torchao wants its own tensor changed
+        group["lr"] = group["lr"].fill_(1e-3) if isinstance(group["lr"], Tensor) else 1e-3
     trainer.optimiser.step()
     trainer.optimiser.zero_grad(set_to_none=True)
     trainer.num_optimiser_steps += 1
@@ -135,19 +143,15 @@ def load_and_go_on(model: Path, folder: Path, output: Path) -> None:
 
 def save_for_ever(model: Path, folder: Path) -> None:
     """Save after every step; all weights then equal the number of the step."""
-    torch.set_num_threads(1)
     trainer = make_trainer(model)
     take_step(trainer, 1)
     checkpointer = Checkpointer(folder, trainer, keep=2)
     for step in range(1, 10_000):
-        set_weights(trainer, step)
+        with torch.no_grad():
+            for parameter in trainer.policy.model.parameters():
+                parameter.fill_(step)
         checkpointer.save(step, [])
-
-
-def set_weights(trainer: Trainer, value: float) -> None:
-    with torch.no_grad():
-        for parameter in trainer.policy.model.parameters():
-            parameter.fill_(value)
+        dist.barrier()  # training steps keep the ranks together too
 
 
 def fail_on_rank_one(model: Path, folder: Path, how: str) -> None:

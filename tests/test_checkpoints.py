@@ -16,8 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import checkpoint_ranks as ranks
 from trustbatch.errors import CheckpointError
 from trustbatch.tiny import build_tokenizer
-from trustbatch.training.checkpoint import list_checkpoints, newest_checkpoint, restore
+from trustbatch.training.checkpoint import (
+    list_checkpoints,
+    newest_checkpoint,
+    optimiser_state_of,
+    restore,
+)
 from trustbatch.training.checkpointer import Checkpointer
+from trustbatch.training.shards import is_plain
 
 NO_GROUP = 0
 
@@ -134,6 +140,37 @@ def test_what_is_not_trained_has_no_optimiser_state(tiny_folder: Path, tmp_path:
     assert_same(ranks.whole_state(again), ranks.whole_state(trainer))
 
 
+def test_quantised_optimiser_states_come_back(tiny_folder: Path, tmp_path: Path) -> None:
+    optim = pytest.importorskip("torchao.optim")
+    first, again = (ranks.make_trainer(tiny_folder) for _ in range(2))
+    for trainer in (first, again):
+        trainer.optimiser = optim.AdamW8bit(trainer.policy.model.parameters())
+    with torch.compiler.set_stance("force_eager"):
+        restore(save(tmp_path, first, 1), again)
+    states = [optimiser_state_of(trainer) for trainer in (first, again)]
+    assert states[0].keys() == states[1].keys()
+    assert any(not is_plain(tensor) for tensor in states[0].values())
+    for before, after in zip(*(state.values() for state in states), strict=True):
+        assert type(before) is type(after)
+        # quantised again, so up to the distance of neighbouring codes
+        largest = float(before.dequantize().abs().max()) if not is_plain(before) else 0.0
+        torch.testing.assert_close(
+            *(tensor if is_plain(tensor) else tensor.dequantize() for tensor in (before, after)),
+            rtol=0.02,
+            atol=1e-3 * largest,
+        )
+
+
+def test_the_state_of_another_optimiser_gives_a_sentence(
+    trainer: ranks.Trainer, tiny_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint = save(tmp_path, trainer, 1)
+    other = ranks.make_trainer(tiny_folder)
+    other.optimiser = torch.optim.Adagrad(other.policy.model.parameters())  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match=r"step-1 can't be read .*of another optimiser"):
+        restore(checkpoint, other)
+
+
 def test_as_many_as_asked_for_are_kept(trainer: ranks.Trainer, tmp_path: Path) -> None:
     (tmp_path / ".writing-step-1").mkdir()
     (tmp_path / ".deleting-step-0").mkdir()
@@ -152,22 +189,31 @@ MOMENTS = (
 )
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("num_ranks", "moment"),
+    [
+        *((1, moment) for moment in MOMENTS),
+        (2, ".writing-step-3/trainer/rank-00001*"),
+        (2, ".writing-step-3/trainer/rank-00002*"),
+        (2, ".writing-step-3/model.safetensors"),
+    ],
+)
 def test_a_kill_leaves_the_last_good_checkpoint(
-    tiny_folder: Path, tmp_path: Path, moment: str
+    tiny_folder: Path, tmp_path: Path, num_ranks: int, moment: str
 ) -> None:
     folder = tmp_path / "checkpoints"
-    process = ranks.start(ranks.save_for_ever, tiny_folder, folder)
+    processes = ranks.start_ranks(num_ranks, tmp_path, ranks.save_for_ever, tiny_folder, folder)
     deadline = time.monotonic() + ranks.START_SECONDS
     while not any(folder.glob(moment)) and not (folder / "step-4").exists():
-        assert process.is_alive(), "the process failed"
+        assert all(process.is_alive() for process in processes), "a process failed"
         assert time.monotonic() < deadline, "nothing is written"
-    process.kill()
-    process.join()
+    for process in processes:
+        process.kill()
+        process.join()
     newest = newest_checkpoint(folder)
     assert newest is not None
     step = int(newest.name[len("step-") :])
-    assert step >= 2
+    assert step >= (2 if num_ranks == 1 else 1)  # rank 1 may be one save ahead of rank 0
     trainer = ranks.make_trainer(tiny_folder)
     assert restore(newest, trainer).step == step
     assert all((parameter == step).all() for parameter in trainer.policy.model.parameters())

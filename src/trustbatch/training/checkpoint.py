@@ -83,7 +83,7 @@ def restore(checkpoint: Path, trainer: Trainer) -> Resumed:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         stored = list_tensors(folder)
         _refuse_other_model(checkpoint, str(state["model"]), stored, trainer)
-        # first, since a step is taken to make the optimiser's state
+        # before the weights, since a step is taken to make the optimiser's state
         _restore_optimiser(trainer, stored, folder)
         read_into(_with_prefix(WEIGHTS, weights_of(trainer.policy.model)), folder)
         trainer.num_optimiser_steps = int(state["num_optimiser_steps"])
@@ -170,23 +170,24 @@ def _restore_optimiser(trainer: Trainer, stored: Mapping[str, StoredTensor], fol
     with_state = {key.partition("/")[2] for key in keys}
     trainer.optimiser.state.clear()
     trainer.optimiser.zero_grad(set_to_none=True)
-    for name, parameter in trainer.policy.model.named_parameters():
+    parameters = dict(trainer.policy.model.named_parameters())
+    for name, parameter in parameters.items():
         if name in with_state:
             parameter.grad = torch.zeros_like(parameter)
-    for group in trainer.optimiser.param_groups:
-        group["lr"] = 0.0  # the schedule sets it before each step
     trainer.optimiser.step()
     trainer.optimiser.zero_grad(set_to_none=True)
     targets = optimiser_state_of(trainer)
-    # quantised states are stored as the numbers that they stand for
+    if targets.keys() != set(keys):
+        raise ValueError("it holds the state of another optimiser")
+    # quantised states are stored as the numbers that they stand for, shaped like the parameter
+    quantised = {key: target for key, target in targets.items() if not is_plain(target)}
     numbers = {
-        key: target if is_plain(target) else torch.empty_like(target, dtype=torch.float32)
-        for key, target in targets.items()
+        key: torch.empty_like(parameters[key.partition("/")[2]], requires_grad=False)
+        for key in quantised
     }
-    read_into(_with_prefix(OPTIMISER, numbers), folder)
-    for key, target in targets.items():
-        if numbers[key] is not target:
-            target.copy_(numbers[key])
+    read_into(_with_prefix(OPTIMISER, targets | numbers), folder)
+    for key, target in quantised.items():
+        target.copy_(numbers[key])
 
 
 def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

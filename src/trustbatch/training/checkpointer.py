@@ -83,6 +83,7 @@ class Checkpointer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._doing = ""
+        self._buffers: dict[str, Tensor] = {}
         if this_rank() == 0:
             for leftover in folder.glob(".*-step-*"):  # of a process killed while it wrote
                 shutil.rmtree(leftover)
@@ -96,7 +97,7 @@ class Checkpointer:
         tensors |= {OPTIMISER + name: each for name, each in optimiser_state_of(trainer).items()}
         snapshot = _Snapshot(
             step=step,
-            pieces=copy_pieces(tensors),
+            pieces=copy_pieces(tensors, self._buffers),
             pending=[list(groups) for groups in pending],
             state={
                 "step": step,
@@ -163,7 +164,6 @@ class Checkpointer:
         for path in write_pieces(snapshot.pieces, folder, max_bytes=self.max_file_bytes):
             self._doing = f"{snapshot.name}: {path.name} written"
             files[str(path.relative_to(partial))] = seal(path)
-        snapshot.pieces.clear()  # the export needs the memory
         _tell_rank_zero(partial, {"files": files})
 
     def _wait_for_ranks(self, snapshot: _Snapshot, partial: Path) -> dict[str, Any]:
