@@ -69,6 +69,7 @@ def train_config(config: Config, task: Task | None = None) -> RunResult:
     try:
         train_sync(session, progress)
     finally:
+        session.checkpointer.close()
         session.engine.close()
         session.run.close()
     return RunResult(

@@ -165,10 +165,20 @@ class Policy:
         self.model.requires_grad_(False)
         return self
 
-    def save(self, folder: Path) -> None:
-        """Write model and tokenizer as an ordinary Hugging Face folder."""
+    def save(
+        self,
+        folder: Path,
+        *,
+        weights: dict[str, Tensor] | None = None,
+        max_file_bytes: int = 5_000_000_000,
+    ) -> None:
+        """Write model and tokenizer as an ordinary Hugging Face folder.
+
+        `weights` stand in for the model's own, by the same names (tied ones once): for a model that
+        is spread over ranks, or that is being trained meanwhile.
+        """
         with quiet_bars():
-            self.model.save_pretrained(folder)
+            self.model.save_pretrained(folder, state_dict=weights, max_shard_size=max_file_bytes)
             self.tokenizer.save_pretrained(folder)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from trustbatch.policy import Policy
 from trustbatch.rollout.canary import NUM_PROMPTS, Canary
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import Task, build_task
-from trustbatch.training.checkpoint import damaged, list_checkpoints, restore
+from trustbatch.training.checkpoint import newest_checkpoint, restore, unreadable
+from trustbatch.training.checkpointer import Checkpointer
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup, SamplingParams
 
@@ -27,6 +28,7 @@ class Session:
     engine: RolloutEngine
     canary: Canary
     trainer: Trainer
+    checkpointer: Checkpointer
     run: RunFolder
     step: int
     """steps trained so far, which is also the policy's version"""
@@ -44,8 +46,8 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     if task is None:
         task = configured_task(config)
     run = RunFolder(config)
-    checkpoints = list_checkpoints(run.checkpoints)
-    policy = _load_checkpoint(config, checkpoints[-1]) if checkpoints else load_policy(config)
+    checkpoint = newest_checkpoint(run.checkpoints)
+    policy = _load_checkpoint(config, checkpoint) if checkpoint else load_policy(config)
     trainer = Trainer(
         policy,
         config.build_objective(),
@@ -55,8 +57,8 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         reference=_load_reference(config),
     )
     step, pending = 0, deque[list[RolloutGroup]]()
-    if checkpoints:
-        resumed = restore(checkpoints[-1], trainer)
+    if checkpoint:
+        resumed = restore(checkpoint, trainer)
         step, pending = resumed.step, deque(resumed.pending)
     second_policies = load_second_policies(config, policy)  # refused before an engine starts
     engine = build_engine(config, policy, version=step)
@@ -71,6 +73,8 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         )
         all_engines = with_second_policies(config, engine, second_policies)
         run.start(step)
+        # only now: whoever holds the folder's lock may clean it
+        checkpointer = Checkpointer(run.checkpoints, trainer, keep=config.run.keep_checkpoints)
     except BaseException:
         engine.close()
         raise
@@ -81,6 +85,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         engine=all_engines,
         canary=canary,
         trainer=trainer,
+        checkpointer=checkpointer,
         run=run,
         step=step,
         pending=pending,
@@ -113,7 +118,7 @@ def _load_checkpoint(config: Config, checkpoint: Path) -> Policy:
     try:
         policy = load_policy(config, str(checkpoint))
     except ConfigError as error:
-        raise damaged(checkpoint, error) from error
+        raise unreadable(checkpoint, error) from error
     policy.name = config.model.name
     return policy
 
