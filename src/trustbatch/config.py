@@ -206,6 +206,8 @@ class TrainingConfig(_Table):
     """tokens in one forward pass, padding included; changes memory, not the result"""
     share_prompts: bool = True
     """compute a prompt once for all its samples where that pays; changes speed, not the result"""
+    cpu_offload: bool = False
+    """keep each rank's part of parameters and optimiser in host memory; needs several ranks"""
     learning_rate: float = Field(default=1e-5, gt=0.0)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.01, ge=0.0)

@@ -1,5 +1,6 @@
 """The policy: a causal language model with its tokenizer, on one device."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -55,6 +56,8 @@ class Policy:
     ) -> None:
         self.model = model.eval()
         self.root = PolicyRoot(model)
+        self.device: torch.device = next(model.parameters()).device
+        """where it computes"""
         self.tokenizer = tokenizer
         self.name = name
         self.precision = precision
@@ -100,11 +103,6 @@ class Policy:
             ) from error
         _refuse_bidirectional(model, name)
         return cls(model, tokenizer, name=name, precision=precision)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(self.model.parameters()).device
 
     @property
     def context_length(self) -> int:
@@ -160,6 +158,20 @@ class Policy:
         for name, parameter in self.model.named_parameters():
             yield name, whole(parameter.detach())
 
+    def replica(self, device: torch.device) -> "Policy":
+        """Return a frozen copy for an engine, layers in the precision of their products.
+
+        What lies around the layers stays float32, as in the policy itself.
+        """
+        copied = copy.deepcopy(self).freeze()
+        for layer in decoder_layers(copied.model):
+            for module in layer.modules():
+                if isinstance(module, nn.Linear) and self.product_dtype is not None:
+                    module.to(self.product_dtype)
+        copied.model.to(device)
+        copied.device = device
+        return copied
+
     def freeze(self) -> "Policy":
         """Make this a policy that is never trained."""
         self.model.requires_grad_(False)
@@ -213,6 +225,14 @@ def _inputs(input_ids: Tensor, packed: PackedLayout | None) -> dict[str, Any]:
         "use_cache": False,
         "packed": packed,
     }
+
+
+def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks that a model is a stack of, as its authors name them."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in model.modules():
+        if type(module).__name__ in names:
+            yield module
 
 
 def _load_folder(name: str, *, trust_remote_code: bool) -> tuple[Any, PreTrainedTokenizerBase]:

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trustbatch.config import Config
-from trustbatch.engines import build_engine, load_second_policies, with_second_policies
+from trustbatch.engines import open_engines
 from trustbatch.errors import ConfigError
-from trustbatch.observe.run_folder import RunFolder
+from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.policy import Policy
+from trustbatch.ranks import num_ranks, rank_device, this_rank
 from trustbatch.rollout.canary import NUM_PROMPTS, Canary
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import Task, build_task
 from trustbatch.training.checkpoint import newest_checkpoint, restore, unreadable
 from trustbatch.training.checkpointer import Checkpointer
+from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup, SamplingParams
 
@@ -42,47 +44,57 @@ class Session:
 
 
 def open_session(config: Config, task: Task | None = None) -> Session:
-    """Start a run, or continue it if its folder has a checkpoint of the same configuration."""
+    """Start a run, or continue it if its folder has a checkpoint of the same configuration.
+
+    With several ranks all of them open it, each holds its part, and rank 0 writes the folder.
+    """
     if task is None:
         task = configured_task(config)
-    run = RunFolder(config)
+    run = RunFolder(config) if this_rank() == 0 else ReadOnlyRunFolder(config)
     checkpoint = newest_checkpoint(run.checkpoints)
     policy = _load_checkpoint(config, checkpoint) if checkpoint else load_policy(config)
+    reference = _load_reference(config)
+    replica = None
+    if num_ranks() > 1:
+        device = rank_device(config.model.device)
+        if config.rollout.engine == "native":
+            replica = policy.replica(device)
+        for each in (policy, reference):
+            if each is not None:
+                shard(each, device=device, offload=config.training.cpu_offload)
     trainer = Trainer(
         policy,
         config.build_objective(),
         config.training,
         policy_temperature=config.policy_temperature,
         seed=config.seed,
-        reference=_load_reference(config),
+        reference=reference,
     )
     step, pending = 0, deque[list[RolloutGroup]]()
     if checkpoint:
         resumed = restore(checkpoint, trainer)
         step, pending = resumed.step, deque(resumed.pending)
-    second_policies = load_second_policies(config, policy)  # refused before an engine starts
-    engine = build_engine(config, policy, version=step)
+    engines = open_engines(config, policy, replica, version=step)
     try:
         canary = Canary(
-            engine,
+            engines.trained,
             policy,
             [task.prompt(index) for index in range(NUM_PROMPTS)],
             max_tokens=config.rollout.max_tokens,
             logprob_mode=config.rollout.logprob_mode,
             every=config.rollout.updates_per_canary,
         )
-        all_engines = with_second_policies(config, engine, second_policies)
         run.start(step)
         # only now: whoever holds the folder's lock may clean it
         checkpointer = Checkpointer(run.checkpoints, trainer, keep=config.run.keep_checkpoints)
     except BaseException:
-        engine.close()
+        engines.all.close()
         raise
     return Session(
         config=config,
         task=task,
         policy=policy,
-        engine=all_engines,
+        engine=engines.all,
         canary=canary,
         trainer=trainer,
         checkpointer=checkpointer,
@@ -127,7 +139,8 @@ def load_policy(config: Config, name: str | None = None) -> Policy:
     """Load the model of [model], or another one in its place and precision."""
     return Policy.load(
         name or config.model.name,
-        device=config.model.device,
+        # several ranks first divide it, and only then move their parts to where they compute
+        device=config.model.device if num_ranks() == 1 else "cpu",
         precision=config.model.precision,
         trust_remote_code=config.model.trust_remote_code,
     )

@@ -163,6 +163,24 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         raise CheckpointError(f"{file} has a line that is not JSON: remove the line.") from error
 
 
+class ReadOnlyRunFolder(RunFolder):
+    """The run folder as ranks other than the first see it: they write nothing."""
+
+    def start(self, step: int) -> None:
+        """Leave it to the first rank."""
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Leave it to the first rank."""
+
+    def write_rollouts(
+        self, step: int, groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Tensor
+    ) -> None:
+        """Leave it to the first rank."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 def describe_environment() -> dict[str, Any]:
     """Return versions, commit and hardware."""
     packages = ("trustbatch", "torch", "transformers", "tokenizers", "safetensors", "numpy")

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from trustbatch.errors import CheckpointError
 from trustbatch.observe.progress import LiveLine
+from trustbatch.ranks import from_rank_zero, this_rank
 from trustbatch.rollout.records import group_from_record
 from trustbatch.training.manifest import listed_bytes, verify
-from trustbatch.training.ranks import from_rank_zero, this_rank
 from trustbatch.training.shards import StoredTensor, is_plain, list_tensors, read_into
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trustbatch.errors import CheckpointError
 from trustbatch.observe.progress import LiveLine
+from trustbatch.ranks import from_rank_zero, num_ranks, this_rank
 from trustbatch.rollout.records import group_to_record
 from trustbatch.training.checkpoint import (
     OPTIMISER,
@@ -35,7 +36,6 @@ from trustbatch.training.checkpoint import (
     weights_of,
 )
 from trustbatch.training.manifest import flush, seal, write_manifest
-from trustbatch.training.ranks import from_rank_zero, num_ranks, this_rank
 from trustbatch.training.shards import Piece, copy_pieces, list_tensors, read_into, write_pieces
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup

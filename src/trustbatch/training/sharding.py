@@ -1,9 +1,6 @@
 """Parameters divided over the ranks: FSDP2, one decoder layer at a time."""
 
-from collections.abc import Iterator
-
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -13,7 +10,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from trustbatch.policy import Policy
+from trustbatch.policy import Policy, decoder_layers
 from trustbatch.ranks import num_ranks
 
 
@@ -38,11 +35,4 @@ def shard(policy: Policy, *, device: torch.device, offload: bool = False) -> Non
     for module in policy.root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-
-
-def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks that a model is a stack of, as its authors name them."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    for module in model.modules():
-        if type(module).__name__ in names:
-            yield module
+    policy.device = device

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from trustbatch.training.ranks import num_ranks, this_rank
+from trustbatch.ranks import num_ranks, this_rank
 
 
 @dataclass(frozen=True)
