@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -196,7 +196,6 @@ class EnoughError(Exception):
 
 def run_trustbatch(work: Workload) -> None:
     """Run the synchronous loop as `trustbatch.train` does, with a clock in it."""
-    from trustbatch.config import apply_override, parse_config
     from trustbatch.loops.sync import train_sync
     from trustbatch.observe.progress import Progress
     from trustbatch.session import open_session
@@ -221,10 +220,7 @@ def run_trustbatch(work: Workload) -> None:
                 raise EnoughError
 
     with tempfile.TemporaryDirectory(prefix="step-gpu-") as folder:
-        tree = trustbatch_settings(work, folder)
-        for override in work.overrides:
-            apply_override(tree, f"--{override}")
-        session = open_session(parse_config(tree), task)
+        session = open_session(configure_trustbatch(work, folder), task)
         try:
             train_sync(session, ClockedProgress(work.framework, work.total_steps))
         except EnoughError:
@@ -234,10 +230,12 @@ def run_trustbatch(work: Workload) -> None:
             session.run.close()
 
 
-def trustbatch_settings(work: Workload, folder: str) -> dict[str, Any]:
+def configure_trustbatch(work: Workload, folder: str) -> Any:
     """Return the configuration of trustbatch for this workload."""
+    from trustbatch.config import apply_override, parse_config
+
     one_more = work.total_steps + 1  # the last step of a run saves a checkpoint
-    return {
+    tree = {
         "seed": SEED,
         "model": {"name": work.model},
         "task": {"name": RandomPrompts.name},
@@ -267,6 +265,9 @@ def trustbatch_settings(work: Workload, folder: str) -> dict[str, Any]:
             "rollouts_every": one_more,
         },
     }
+    for override in work.overrides:
+        apply_override(tree, f"--{override}")
+    return parse_config(tree)
 
 
 def run_trl(work: Workload) -> None:
@@ -515,6 +516,28 @@ def needed_modules(frameworks: Sequence[str]) -> list[str]:
     return [*needed, *(["liger_kernel"] if "trl-liger" in frameworks else [])]
 
 
+def workloads(arguments: argparse.Namespace, model: str, run: str) -> Iterator[Workload]:
+    """Yield the work of each framework."""
+    for framework in arguments.frameworks:
+        yield Workload(
+            framework=framework,
+            shape=arguments.shape,
+            model=model,
+            prompts=arguments.prompts,
+            samples=arguments.samples,
+            tokens=arguments.tokens,
+            prompt_tokens=arguments.prompt_tokens,
+            warm_up=arguments.warm_up,
+            steps=arguments.steps,
+            micro_batch_tokens=arguments.micro_batch_tokens,
+            trl_batch=arguments.trl_batch,
+            overrides=tuple(arguments.set),
+            trl_overrides=tuple(arguments.trl_set),
+            output=str(arguments.output),
+            run=run,
+        )
+
+
 def prepare(arguments: argparse.Namespace) -> None:
     """Write the checkpoint and what is known of the machine.
 
@@ -542,6 +565,10 @@ def main() -> None:
     results.add({"command": f"python {' '.join(sys.argv)}"})
     temporary = Path(tempfile.gettempdir()) / f"trustbatch-step-{arguments.shape}"
     folder = arguments.folder or temporary
+    works = list(workloads(arguments, str(folder), results.run))
+    for work in works:  # a wrong setting is refused before the work begins
+        configure = configure_trustbatch if work.framework == "trustbatch" else trl_settings
+        configure(work, "runs")
     options = ["--shape", arguments.shape, "--output", str(arguments.output)]
     ending = run_worker(
         "prepare",
@@ -552,25 +579,8 @@ def main() -> None:
     )
     if ending != "done":
         raise SystemExit("The checkpoint could not be made.")
-    for framework in arguments.frameworks:
-        work = Workload(
-            framework=framework,
-            shape=arguments.shape,
-            model=str(folder),
-            prompts=arguments.prompts,
-            samples=arguments.samples,
-            tokens=arguments.tokens,
-            prompt_tokens=arguments.prompt_tokens,
-            warm_up=arguments.warm_up,
-            steps=arguments.steps,
-            micro_batch_tokens=arguments.micro_batch_tokens,
-            trl_batch=arguments.trl_batch,
-            overrides=tuple(arguments.set),
-            trl_overrides=tuple(arguments.trl_set),
-            output=str(arguments.output),
-            run=results.run,
-        )
-        results.add({"start_of": framework, "work": asdict(work)})
+    for work in works:
+        results.add({"start_of": work.framework, "work": asdict(work)})
         measure(work, deadline)
     summary = summarise(results.read(), arguments.frameworks)
     results.add({"summary": summary})

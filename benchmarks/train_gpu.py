@@ -461,6 +461,9 @@ def main() -> None:
     deadline = time.monotonic() + arguments.seconds
     results = Results(arguments.output, run=time.strftime("%Y-%m-%dT%H:%M:%S"))
     results.add({"command": f"python {' '.join(sys.argv)}"})
+    for case in cases(arguments, results.run):
+        for objective in case.objectives:
+            configure(case, objective, "runs")  # a wrong setting is refused before the work begins
     ending = run_worker(
         "prepare",
         [*sys.argv[1:], "--prepare", results.run],
