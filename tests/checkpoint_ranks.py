@@ -74,9 +74,11 @@ def _rank(
     dist.destroy_process_group()
 
 
-def make_trainer(model: Path, *, name: str = "tiny", frozen: str | None = None) -> Trainer:
+def make_trainer(
+    model: Path, *, name: str = "tiny", frozen: str | None = None, device: str = "cpu"
+) -> Trainer:
     """Build a trainer, sharded where there is a process group."""
-    policy = Policy.load(str(model), device="cpu", precision="float32")
+    policy = Policy.load(str(model), device=device, precision="float32")
     policy.name = name
     for parameter_name, parameter in policy.model.named_parameters():
         parameter.requires_grad_(frozen is None or frozen not in parameter_name)
@@ -90,6 +92,7 @@ def make_trainer(model: Path, *, name: str = "tiny", frozen: str | None = None) 
 def take_step(trainer: Trainer, step: int) -> None:
     """Take one AdamW step on rows that depend on the step alone."""
     rows = torch.randint(2, 16, (4, 8), generator=torch.Generator().manual_seed(step))
+    rows = rows.to(trainer.policy.device)
     logits = trainer.policy.model(input_ids=rows, use_cache=False).logits
     cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
     for group in trainer.optimiser.param_groups:

@@ -168,7 +168,6 @@ def _restore_optimiser(trainer: Trainer, stored: Mapping[str, StoredTensor], fol
     """Let the optimiser make its own kind of state, then fill it."""
     keys = [name.removeprefix(OPTIMISER) for name in stored if name.startswith(OPTIMISER)]
     with_state = {key.partition("/")[2] for key in keys}
-    trainer.optimiser.state.clear()
     trainer.optimiser.zero_grad(set_to_none=True)
     parameters = dict(trainer.policy.model.named_parameters())
     for name, parameter in parameters.items():
