@@ -8,7 +8,7 @@ from trustbatch.config import Config
 from trustbatch.engines import build_engine, load_second_policies, with_second_policies
 from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import RunFolder
-from trustbatch.policy import Policy
+from trustbatch.policy import ADAPTER_FOLDER, Policy
 from trustbatch.rollout.canary import NUM_PROMPTS, Canary
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import Task, build_task
@@ -52,7 +52,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         config.training,
         policy_temperature=config.policy_temperature,
         seed=config.seed,
-        reference=_load_reference(config),
+        reference=_load_reference(config, policy),
     )
     step, pending = 0, deque[list[RolloutGroup]]()
     if checkpoints:
@@ -111,26 +111,42 @@ def configured_task(config: Config) -> Task:
 
 def _load_checkpoint(config: Config, checkpoint: Path) -> Policy:
     try:
-        policy = load_policy(config, str(checkpoint))
+        if config.model.lora is not None:
+            # what was trained is the adapters: the weights beside them are merged ones
+            policy = load_policy(config)
+            assert policy.adapters is not None
+            policy.adapters.load(checkpoint / ADAPTER_FOLDER)
+            return policy
+        policy = _load_model(config, str(checkpoint))
     except ConfigError as error:
         raise damaged(checkpoint, error) from error
     policy.name = config.model.name
     return policy
 
 
-def load_policy(config: Config, name: str | None = None) -> Policy:
-    """Load the model of [model], or another one in its place and precision."""
+def load_policy(config: Config) -> Policy:
+    """Load the model of [model], with adapters where it has such a table."""
+    policy = _load_model(config, config.model.name)
+    if config.model.lora is not None:
+        policy.add_adapters(config.model.lora, seed=config.seed)
+    return policy
+
+
+def _load_model(config: Config, name: str) -> Policy:
+    """Load a model in the place and precision of [model]."""
     return Policy.load(
-        name or config.model.name,
+        name,
         device=config.model.device,
         precision=config.model.precision,
         trust_remote_code=config.model.trust_remote_code,
     )
 
 
-def _load_reference(config: Config) -> Policy | None:
+def _load_reference(config: Config, policy: Policy) -> Policy | None:
     """Load the frozen reference where the objective asks for one."""
     if not config.build_objective().reference_kl_coef:
         return None
     name = config.training.reference_model or config.model.name
-    return load_policy(config, name).freeze()
+    if policy.adapters is not None and name == config.model.name:
+        return policy.without_adapters()
+    return _load_model(config, name).freeze()

@@ -54,17 +54,28 @@ def packed_attention(
             sliding_window=sliding_window,
             **options,
         )
+    return _attend(query, key, value, packed, scaling, sliding_window)[None], None
+
+
+@torch.compiler.disable  # what is compiled must not depend on how one batch is laid out
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return [N, Hq, D]."""
     # rotary embeddings leave float32 where matrix products run in less
     dtype = value.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (part.to(dtype) for part in (query, key, value))
     if _fits_flash_attention(query, value, packed):
-        attended = _attend_on_gpu(query, key, value, packed, scaling, sliding_window)
-    else:
-        query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-        attended = _attend_in_tables(query, key, value, packed, scaling, sliding_window)
-    return attended[None], None
+        return _attend_on_gpu(query, key, value, packed, scaling, window)
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    return _attend_in_tables(query, key, value, packed, scaling, window)
 
 
 AttentionInterface.register(NAME, packed_attention)

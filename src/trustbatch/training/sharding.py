@@ -44,5 +44,6 @@ def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks that a model is a stack of, as its authors name them."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
-        if type(module).__name__ in names:
+        # by the names of base classes too: FSDP makes a class of its own from a layer's
+        if names.intersection(kind.__name__ for kind in type(module).__mro__):
             yield module
