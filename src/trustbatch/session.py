@@ -52,16 +52,14 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         task = configured_task(config)
     run = RunFolder(config) if this_rank() == 0 else ReadOnlyRunFolder(config)
     checkpoint = newest_checkpoint(run.checkpoints)
-    policy = _load_checkpoint(config, checkpoint) if checkpoint else load_policy(config)
-    reference = _load_reference(config)
+    policy = _load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
     replica = None
+    if num_ranks() > 1 and config.rollout.engine == "native":
+        replica = policy.replica(rank_device(config.model.device))
+    _add_adapters(config, policy)
+    reference = _load_reference(config, policy)
     if num_ranks() > 1:
-        device = rank_device(config.model.device)
-        if config.rollout.engine == "native":
-            replica = policy.replica(device)
-        for each in (policy, reference):
-            if each is not None:
-                shard(each, device=device, offload=config.training.cpu_offload)
+        _shard(config, policy, reference)
     trainer = Trainer(
         policy,
         config.build_objective(),
@@ -127,15 +125,24 @@ def configured_task(config: Config) -> Task:
 
 
 def _load_checkpoint(config: Config, checkpoint: Path) -> Policy:
+    if config.model.lora is not None:
+        return load_model(config)  # what was trained is the adapters beside it
     try:
-        policy = load_policy(config, str(checkpoint))
+        policy = load_model(config, str(checkpoint))
     except ConfigError as error:
         raise unreadable(checkpoint, error) from error
     policy.name = config.model.name
     return policy
 
 
-def load_policy(config: Config, name: str | None = None) -> Policy:
+def load_policy(config: Config) -> Policy:
+    """Load the model of [model], with adapters where it has such a table."""
+    policy = load_model(config)
+    _add_adapters(config, policy)
+    return policy
+
+
+def load_model(config: Config, name: str | None = None) -> Policy:
     """Load the model of [model], or another one in its place and precision."""
     return Policy.load(
         name or config.model.name,
@@ -146,9 +153,23 @@ def load_policy(config: Config, name: str | None = None) -> Policy:
     )
 
 
-def _load_reference(config: Config) -> Policy | None:
+def _add_adapters(config: Config, policy: Policy) -> None:
+    if config.model.lora is not None:
+        policy.add_adapters(config.model.lora, seed=config.seed)
+
+
+def _shard(config: Config, policy: Policy, reference: Policy | None) -> None:
+    device, offload = rank_device(config.model.device), config.training.cpu_offload
+    shard(policy, device=device, offload=offload)
+    if reference is not None and reference.model is not policy.model:
+        shard(reference, device=device, offload=offload)
+
+
+def _load_reference(config: Config, policy: Policy) -> Policy | None:
     """Load the frozen reference where the objective asks for one."""
     if not config.build_objective().reference_kl_coef:
         return None
     name = config.training.reference_model or config.model.name
-    return load_policy(config, name).freeze()
+    if policy.adapters is not None and name == config.model.name:
+        return policy.without_adapters()
+    return load_model(config, name).freeze()

@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from trustbatch.errors import CheckpointError
 from trustbatch.observe.progress import LiveLine
+from trustbatch.policy import Policy
 from trustbatch.ranks import from_rank_zero, this_rank
 from trustbatch.rollout.records import group_from_record
 from trustbatch.training.manifest import listed_bytes, verify
@@ -85,7 +85,7 @@ def restore(checkpoint: Path, trainer: Trainer) -> Resumed:
         _refuse_other_model(checkpoint, str(state["model"]), stored, trainer)
         # before the weights, since a step is taken to make the optimiser's state
         _restore_optimiser(trainer, stored, folder)
-        read_into(_with_prefix(WEIGHTS, weights_of(trainer.policy.model)), folder)
+        read_into(_with_prefix(WEIGHTS, weights_of(trainer.policy)), folder)
         trainer.num_optimiser_steps = int(state["num_optimiser_steps"])
         trainer.num_consecutive_skips = int(state["num_consecutive_skips"])
         lines = (folder / PENDING_FILE).read_text(encoding="utf-8").splitlines()
@@ -103,11 +103,13 @@ def unreadable(checkpoint: Path, cause: Exception) -> CheckpointError:
     )
 
 
-def weights_of(model: Any) -> dict[str, Tensor]:
-    """Return what a model saves, by name; of tied tensors the first name only."""
+def weights_of(policy: Policy) -> dict[str, Tensor]:
+    """Return what training changes of a policy, by name; of tied tensors the first name only."""
+    if policy.adapters is not None:
+        return {name: each.detach() for name, each in policy.trained_parameters()}
     first: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in policy.model.state_dict(keep_vars=True).items():
         if first.setdefault(id(tensor), name) == name:
             tensors[name] = tensor.detach()
     return tensors
@@ -151,7 +153,7 @@ def _refuse_other_model(
     difference = None
     if model != trainer.policy.name:
         difference = f"{model!r}, not {trainer.policy.name!r}"
-    here = _with_prefix(WEIGHTS, weights_of(trainer.policy.model))
+    here = _with_prefix(WEIGHTS, weights_of(trainer.policy))
     for name in sorted({name for name in stored if name.startswith(WEIGHTS)} | here.keys()):
         there = list(stored[name].shape) if name in stored else "missing"
         wanted = list(here[name].shape) if name in here else "missing"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trustbatch.errors import CheckpointError
 from trustbatch.observe.progress import LiveLine
+from trustbatch.policy import Policy
 from trustbatch.ranks import from_rank_zero, num_ranks, this_rank
 from trustbatch.rollout.records import group_to_record
 from trustbatch.training.checkpoint import (
@@ -54,6 +55,8 @@ class _Snapshot:
     pieces: list[Piece]
     pending: list[list[RolloutGroup]]
     state: dict[str, Any]
+    merged: dict[str, Tensor]
+    """on rank 0, the weights into which adapters are merged; none where all weights are trained"""
 
     @property
     def name(self) -> str:
@@ -93,12 +96,13 @@ class Checkpointer:
         """Copy the state, and write it while the training goes on; waits for the one before."""
         self.finish()
         trainer = self.trainer
-        tensors = {WEIGHTS + name: each for name, each in weights_of(trainer.policy.model).items()}
+        tensors = {WEIGHTS + name: each for name, each in weights_of(trainer.policy).items()}
         tensors |= {OPTIMISER + name: each for name, each in optimiser_state_of(trainer).items()}
         snapshot = _Snapshot(
             step=step,
             pieces=copy_pieces(tensors, self._buffers),
             pending=[list(groups) for groups in pending],
+            merged=_merged_weights(trainer.policy),
             state={
                 "step": step,
                 "model": trainer.policy.name,
@@ -200,8 +204,12 @@ class Checkpointer:
         """Add what is written once, and make it a checkpoint."""
         self._doing = f"{snapshot.name}: exporting the model"
         folder = partial / TRAINER_FOLDER
+        trained = _whole_weights(folder)
         self.trainer.policy.save(
-            partial, weights=_whole_weights(folder), max_file_bytes=self.max_file_bytes
+            partial,
+            weights=snapshot.merged or trained,
+            adapters=trained if snapshot.merged else None,
+            max_file_bytes=self.max_file_bytes,
         )
         with (folder / PENDING_FILE).open("w", encoding="utf-8") as file:
             for groups in snapshot.pending:
@@ -241,6 +249,14 @@ class Checkpointer:
             f"{self.folder / snapshot.name} could not be written ({error}): make room there or "
             f"choose another run.folder, and start again; {last}."
         )
+
+
+def _merged_weights(policy: Policy) -> dict[str, Tensor]:
+    """Copy merged weights to host memory on rank 0; the others help to gather them."""
+    if policy.adapters is None:
+        return {}
+    keeps = this_rank() == 0
+    return {name: each.cpu() for name, each in policy.named_weights() if keeps}
 
 
 def _whole_weights(folder: Path) -> dict[str, Tensor]:
