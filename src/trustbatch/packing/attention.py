@@ -68,7 +68,8 @@ def packed_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (part.to(dtype) for part in (query, key, value))
-    return _attend(query, key, value, packed, scaling, sliding_window)[None], None
+    attended = _attend(query, key, value, packed, scaling, sliding_window)  # pyright: ignore[reportCallIssue]
+    return attended[None], None
 
 
 @torch.compiler.disable  # what is compiled must not depend on how one batch is laid out
