@@ -3,7 +3,8 @@
     python benchmarks/attention_gpu.py
 
 32k tokens as sequences of 576, 4096 or 16384, at 16 query and 8 key heads of 128, in bfloat16. The
-FLOP/s figure counts causal work alone: 4 x heads x head x (L^2 / 2) forward, 2.5 times that backward.
+FLOP/s figure counts causal work alone: 4 x heads x head x (L^2 / 2) forward, 2.5 times that
+backward.
 """
 
 import argparse
@@ -28,6 +29,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def varlen(lengths: list[int]) -> Attention:
+    """One kernel that knows where sequences begin."""
     starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     longest = max(lengths)
 
@@ -40,6 +42,8 @@ def varlen(lengths: list[int]) -> Attention:
 
 
 def one_by_one(lengths: list[int], backend: SDPBackend) -> Attention:
+    """A kernel for each sequence."""
+
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
         with sdpa_kernel(backend):
@@ -73,6 +77,7 @@ def as_rows(lengths: list[int], backend: SDPBackend) -> Attention:
 
 
 def flex(lengths: list[int]) -> Attention:
+    """One compiled kernel with a block mask."""
     sequence = torch.arange(len(lengths), device="cuda").repeat_interleave(
         torch.tensor(lengths, device="cuda")
     )
@@ -116,7 +121,30 @@ def milliseconds(action: Callable[[], object], repeats: int) -> float:
     return sorted(times)[repeats // 2]
 
 
+def measure(
+    attend: Attention,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    gradient: Tensor,
+    lengths: list[int],
+    repeats: int,
+) -> dict[str, float]:
+    """Time the forward pass, and forward and backward together."""
+    # a hair of rounding apart from the other choices, or something is wrong
+    checksum = float((attend(*inputs).float() * gradient.float()).mean())
+    forward = milliseconds(lambda: attend(*inputs), repeats)
+    both = milliseconds(lambda: torch.autograd.grad(attend(*inputs), inputs, gradient), repeats)
+    flops = sum(4 * QUERY_HEADS * HEAD * n**2 / 2 for n in lengths)
+    return {
+        "checksum": round(checksum, 6),
+        "forward_ms": round(forward, 3),
+        "both_ms": round(both, 3),
+        "forward_tflops": round(flops / forward / 1e9, 1),
+        "both_tflops": round(3.5 * flops / both / 1e9, 1),
+    }
+
+
 def main() -> None:
+    """Time every choice at every length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--only", choices=list(CHOICES), help="one of the choices")
@@ -129,30 +157,13 @@ def main() -> None:
             for shape in shapes
         )
         gradient = torch.randn_like(query)
-        forward_flops = sum(4 * QUERY_HEADS * HEAD * n**2 / 2 for n in lengths)
         for name in [options.only] if options.only else CHOICES:
             line: dict[str, object] = {"length": length, "choice": name}
             try:
                 attend = CHOICES[name](lengths)
-                output = attend(query, key, value)
-                # a hair of rounding apart from the others, or something is wrong
-                line["checksum"] = round(float((output.float() * gradient.float()).mean()), 6)
-                forward = milliseconds(lambda a=attend: a(query, key, value), options.repeats)
-                both = milliseconds(
-                    lambda a=attend: torch.autograd.grad(
-                        a(query, key, value), (query, key, value), gradient
-                    ),
-                    options.repeats,
-                )
+                line |= measure(attend, (query, key, value), gradient, lengths, options.repeats)
             except RuntimeError as error:
                 line["error"] = str(error).splitlines()[0]
-            else:
-                line |= {
-                    "forward_ms": round(forward, 3),
-                    "both_ms": round(both, 3),
-                    "forward_tflops": round(forward_flops / forward / 1e9, 1),
-                    "both_tflops": round(3.5 * forward_flops / both / 1e9, 1),
-                }
             print(json.dumps(line), flush=True)
 
 

@@ -25,6 +25,7 @@ from train_sequences import make_sequence
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.packing import layout as layout_module
 from trustbatch.packing.layout import PackedLayout, Unit
+from trustbatch.packing.probe import has_plain_head
 from trustbatch.policy import Policy
 from trustbatch.tiny import build_tokenizer
 from trustbatch.training.logprobs import token_logprobs
@@ -132,6 +133,15 @@ def test_which_models_pack_and_which_have_a_plain_head(name: str) -> None:
     policy = make_policy(name)
     assert policy.packs == (name in PACKS)
     assert (policy.head is not None) == (name in PLAIN_HEAD)
+
+
+def test_a_cap_is_noticed_where_logits_are_small() -> None:
+    """Training may make them large."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["gemma2"])).eval()
+    with torch.no_grad():
+        assert float(model(torch.tensor([[2, 3]])).logits.abs().max()) < 1
+    assert not has_plain_head(model)
 
 
 @pytest.mark.parametrize("max_tokens", [10**6, 30, 1])
