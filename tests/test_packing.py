@@ -135,6 +135,10 @@ def test_which_models_pack_and_which_have_a_plain_head(name: str) -> None:
     assert (policy.head is not None) == (name in PLAIN_HEAD)
 
 
+def test_a_second_policy_on_one_model_packs_too(policy: Policy) -> None:
+    assert Policy(policy.model, policy.tokenizer, name="again", precision="float32").packs
+
+
 def test_a_cap_is_noticed_where_logits_are_small() -> None:
     """Training may make them large."""
     torch.manual_seed(0)
