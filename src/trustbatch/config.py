@@ -225,7 +225,7 @@ class TrainingConfig(_Table):
     mini_batches: int = Field(default=1, ge=1)
     """optimiser steps in a pass"""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """tokens in one forward pass, padding included; changes memory, not the result"""
+    """tokens computed in one forward pass; changes memory, not the result"""
     share_prompts: bool = True
     """compute a prompt once for all its samples where that pays; changes speed, not the result"""
     gradient_checkpointing: bool = False
