@@ -156,7 +156,9 @@ def _refuse_other_targets(model: Any, config: LoraConfig) -> None:
     if isinstance(config.targets, str):
         return
     head = model.get_output_embeddings()
-    inside = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    inside = {
+        name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head
+    }
     for target in config.targets:
         found = [
             (name, module)

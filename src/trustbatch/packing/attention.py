@@ -30,6 +30,7 @@ _GROUPED: dict[str, Any] = (
 )
 
 
+@torch.compiler.disable  # what is compiled must not depend on how one batch is laid out
 def packed_attention(
     module: Any,
     query: Tensor,
@@ -54,28 +55,18 @@ def packed_attention(
             sliding_window=sliding_window,
             **options,
         )
-    return _attend(query, key, value, packed, scaling, sliding_window)[None], None
-
-
-@torch.compiler.disable  # what is compiled must not depend on how one batch is laid out
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedLayout,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Return [N, Hq, D]."""
     # rotary embeddings leave float32 where matrix products run in less
     dtype = value.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (part.to(dtype) for part in (query, key, value))
     if _fits_flash_attention(query, value, packed):
-        return _attend_on_gpu(query, key, value, packed, scaling, window)
-    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    return _attend_in_tables(query, key, value, packed, scaling, window)
+        attended = _attend_on_gpu(query, key, value, packed, scaling, sliding_window)
+    else:
+        query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+        attended = _attend_in_tables(query, key, value, packed, scaling, sliding_window)
+    # in one order, whoever computed it: compiled layers are made for an order
+    return attended.contiguous()[None], None
 
 
 AttentionInterface.register(NAME, packed_attention)
