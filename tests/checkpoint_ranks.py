@@ -105,7 +105,7 @@ def take_step(trainer: Trainer, step: int) -> None:
 
 def whole_state(trainer: Trainer) -> dict[str, Tensor]:
     """Return copies of weights and optimiser state, put together from all ranks."""
-    tensors = weights_of(trainer.policy.model) | optimiser_state_of(trainer)
+    tensors = weights_of(trainer.policy) | optimiser_state_of(trainer)
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
         for name, tensor in tensors.items()

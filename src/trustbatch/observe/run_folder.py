@@ -33,6 +33,9 @@ MAY_CHANGE = (
     "rollout.vllm.generate_seconds",
     "rollout.vllm.update_seconds",
     "rollout.vllm.transfer_folder",
+    "training.gradient_checkpointing",
+    "training.compile",
+    "training.cpu_offload",
 )
 """keys that a continued run may change: they decide where and how fast, not what is computed"""
 DIVISION_OF_WORK = ("training.micro_batch_tokens", "training.share_prompts")

@@ -69,7 +69,8 @@ def packed_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (part.to(dtype) for part in (query, key, value))
     attended = _attend(query, key, value, packed, scaling, sliding_window)  # pyright: ignore[reportCallIssue]
-    return attended[None], None
+    # in one order, whoever computed it: compiled layers are made for an order
+    return attended.contiguous()[None], None
 
 
 @torch.compiler.disable  # what is compiled must not depend on how one batch is laid out

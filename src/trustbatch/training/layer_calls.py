@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trustbatch.errors import ConfigError
 from trustbatch.policy import decoder_layers
+from trustbatch.training.compiler import refuse_missing_compiler
 
 MAX_GRAPHS = 16
 """versions of a function that may be compiled: with and without gradient, adapters, a reference"""
@@ -25,7 +26,8 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
 
     All layers of a kind share what is compiled. Attention over packed tokens is left out.
     """
-    _refuse_missing_compiler(backend, next(model.parameters()).device)
+    if backend == "inductor":
+        refuse_missing_compiler("training.compile", "false", next(model.parameters()).device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
     for layer in _layers(model, "compile"):
         compiled = _compiled(type(layer).forward, backend)
@@ -40,7 +42,7 @@ def recompute_layers(model: nn.Module) -> None:
 
 @functools.cache
 def _compiled(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    return torch.compile(forward, backend=backend)
+    return torch.compile(forward, backend=backend, dynamic=True)
 
 
 def _run_compiled(
@@ -50,10 +52,6 @@ def _run_compiled(
     is_decoding = kw.get("past_key_values") is not None
     if is_decoding or hidden.shape[-2] == 1:  # a size of 1 would be compiled for itself alone
         return plain(*args, **kw)
-    for value in (hidden, kw.get("position_ids"), *(kw.get("position_embeddings") or ())):
-        if isinstance(value, Tensor):
-            for axis in range(min(value.dim(), 2)):
-                torch._dynamo.maybe_mark_dynamic(value, axis)
     return compiled(layer, *args, **kw)
 
 
@@ -72,18 +70,3 @@ def _layers(model: nn.Module, key: str) -> list[nn.Module]:
             "say which they are (_no_split_modules): set it to false."
         )
     return layers
-
-
-def _refuse_missing_compiler(backend: str, device: torch.device) -> None:
-    if backend != "inductor" or device.type != "cpu":
-        return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except (InvalidCxxCompiler, RuntimeError) as error:
-        raise ConfigError(
-            "training.compile needs a C++ compiler on a CPU, and there is none: install g++, or "
-            "set it to false."
-        ) from error

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from trustbatch.errors import ConfigError
+from trustbatch.training.compiler import refuse_missing_compiler
 
 
 def build_optimiser(
@@ -18,8 +19,11 @@ def build_optimiser(
 ) -> Optimizer:
     """Build AdamW; the learning rate is set before each step by the schedule."""
     settings: dict[str, Any] = {"lr": 0.0, "betas": betas, "weight_decay": weight_decay}
+    parameters = list(parameters)
     if name == "adamw_8bit":
-        return _import_torchao().AdamW8bit(parameters, **settings)
+        library = _import_torchao()
+        refuse_missing_compiler('training.optimiser = "adamw_8bit"', "adamw", parameters[0].device)
+        return library.AdamW8bit(parameters, **settings)
     return torch.optim.AdamW(parameters, fused=True, **settings)
 
 

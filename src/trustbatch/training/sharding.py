@@ -10,6 +10,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from trustbatch.config import TrainingConfig
+from trustbatch.errors import ConfigError
 from trustbatch.policy import Policy, decoder_layers
 from trustbatch.ranks import num_ranks
 
@@ -36,3 +38,19 @@ def shard(policy: Policy, *, device: torch.device, offload: bool = False) -> Non
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
     policy.device = device
+
+
+def refuse_useless_offload(config: TrainingConfig, device: torch.device) -> None:
+    """Refuse `training.cpu_offload` where nothing is divided, or host memory is all there is."""
+    if not config.cpu_offload:
+        return
+    if device.type == "cpu":
+        raise ConfigError(
+            "training.cpu_offload keeps parameters in host memory, where they are already with "
+            "model.device = cpu: set it to false."
+        )
+    if num_ranks() == 1:
+        raise ConfigError(
+            "training.cpu_offload belongs to parameters that are divided over several processes: "
+            "start the run with torchrun, or set it to false."
+        )

@@ -25,6 +25,7 @@ from trustbatch.training.optimiser import (
     set_learning_rate,
 )
 from trustbatch.training.policy_ratios import policy_ratios
+from trustbatch.training.sharding import refuse_useless_offload
 from trustbatch.types import TrainSequence
 
 MAX_CONSECUTIVE_SKIPS = 5
@@ -58,6 +59,7 @@ class Trainer:
         self.policy_temperature = policy_temperature
         self.seed = seed
         self.reference = reference
+        refuse_useless_offload(config, policy.device)
         policies = [policy] if reference is None else [policy, reference]
         _prepare_layers(policies, config)
         self.optimiser = build_optimiser(
