@@ -128,7 +128,7 @@ def _attend_on_gpu(
         lengths = list(packed.separate)
         parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
         with sdpa_kernel(_BY_SPEED, set_priority=True):
-            attended = [_attend_alone(*part, scaling) for part in parts]
+            attended = [_attend_alone(q, k, v, scaling) for q, k, v in parts]
         return torch.cat(attended, dim=2)[0].transpose(0, 1)
     assert packed.starts is not None
     attended = varlen_attn(
