@@ -1,20 +1,25 @@
 """The same training on one, two and four processes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.ranks import train_worker
 
+from trustbatch.cli import main
+from trustbatch.observe.run_folder import read_metrics
+
 WORKERS = Path(__file__).parent / "ranks"
 
 
-def torchrun(worker: str, num_ranks: int, *arguments: str) -> None:
-    """Run a worker in several processes."""
+def torchrun(worker: str, num_ranks: int, *arguments: str) -> str:
+    """Run a worker in several processes; return what they said."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     result = subprocess.run(
         [*command, "--nproc-per-node", str(num_ranks), str(WORKERS / worker), *arguments],
@@ -24,6 +29,7 @@ def torchrun(worker: str, num_ranks: int, *arguments: str) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +59,57 @@ def test_every_objective_trains_the_same_on_any_number_of_ranks(
     parameters = load_file(f"{alone}.safetensors")
     for name, tensor in load_file(f"{output}.safetensors").items():
         torch.testing.assert_close(tensor, parameters[name], rtol=1e-6, atol=1e-8)
+
+
+CONFIG = """
+[model]
+name = {model!r}
+device = "cpu"
+[task]
+name = "arithmetic"
+[rollout]
+prompts_per_step = 5
+samples_per_prompt = 4
+max_tokens = 6
+lag = 1
+canary_every = 1
+[objective]
+entropy_coef = 0.1
+[training]
+steps = 4
+learning_rate = 1e-3
+[run]
+name = "run"
+folder = {folder!r}
+checkpoint_every = 2
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_is_the_run_on_one_and_goes_on_alone(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The whole loop: engines that share the work, the canary, checkpoints, one who writes."""
+    configs = {name: tmp_path / f"{name}.toml" for name in ("one", "two")}
+    for name, file in configs.items():
+        text = CONFIG.format(model=str(tiny_folder), folder=str(tmp_path / name))
+        file.write_text(text.replace("'", '"'), encoding="utf-8")
+    assert main(["train", str(configs["one"])]) == 0
+    output = torchrun("train.py", 2, str(configs["two"]))
+    assert output.count("step 4/4") == 1
+    expected = read_metrics(tmp_path / "one" / "run")
+    assert_same_run(read_metrics(tmp_path / "two" / "run"), expected)
+
+    shutil.rmtree(tmp_path / "two" / "run" / "checkpoints" / "step-4")
+    assert main(["train", str(configs["two"])]) == 0
+    assert_same_run(read_metrics(tmp_path / "two" / "run"), expected)
+
+
+def assert_same_run(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Compare all that does not measure rounding or time."""
+    assert len(actual) == len(expected)
+    for mine, other in zip(actual, expected, strict=True):
+        assert mine.keys() == other.keys()
+        for key, value in other.items():
+            if not key.startswith(("time/", "canary/")):
+                assert mine[key] == pytest.approx(value, rel=1e-3, abs=1e-6), key
