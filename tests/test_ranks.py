@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.ranks import train_worker
+from tests.ranks import layers_worker, train_worker
 
-WORKERS = Path(__file__).parent / "ranks"
+ROOT = Path(__file__).parent.parent
 
 
 def torchrun(worker: str, num_ranks: int, *arguments: str) -> None:
     """Run a worker in several processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    module = ["-m", f"tests.ranks.{worker}"]
     result = subprocess.run(
-        [*command, "--nproc-per-node", str(num_ranks), str(WORKERS / worker), *arguments],
+        [*command, "--nproc-per-node", str(num_ranks), *module, *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
@@ -41,7 +43,7 @@ def test_every_objective_trains_the_same_on_any_number_of_ranks(
 ) -> None:
     """Uneven batches, ranks without a token, several micro-batches, passes and mini-batches."""
     output = tmp_path / "output"
-    torchrun("train_worker.py", num_ranks, str(tiny_folder), str(output))
+    torchrun("train_worker", num_ranks, str(tiny_folder), str(output))
     expected = json.loads(Path(f"{alone}.json").read_text())
     actual = json.loads(Path(f"{output}.json").read_text())
     for name, batches in expected.items():
@@ -53,3 +55,28 @@ def test_every_objective_trains_the_same_on_any_number_of_ranks(
     parameters = load_file(f"{alone}.safetensors")
     for name, tensor in load_file(f"{output}.safetensors").items():
         torch.testing.assert_close(tensor, parameters[name], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_adapters_and_other_ways_to_run_layers_train_the_same_on_two_ranks(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Frozen and trained parameters together, layers that are recomputed and compiled."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    layers_worker.main(str(tiny_folder), str(alone))
+    torchrun("layers_worker", 2, str(tiny_folder), str(together))
+    expected = json.loads(Path(f"{alone}.json").read_text())
+    actual = json.loads(Path(f"{together}.json").read_text())
+    weights = load_file(f"{alone}.safetensors")
+    for name, tensor in load_file(f"{together}.safetensors").items():
+        is_rounded = name == "8-bit"
+        torch.testing.assert_close(
+            tensor, weights[name], rtol=1e-6, atol=1e-4 if is_rounded else 1e-8
+        )
+        for number, metrics in enumerate(expected[name]):
+            for key, value in metrics.items():
+                found = actual[name][number][key]
+                tolerance = 1e-3 if is_rounded else 1e-6
+                assert found == pytest.approx(value, rel=tolerance, abs=1e-6), (name, number, key)
+    # what only changes how layers are run does not change what is learned
+    torch.testing.assert_close(weights["compiled"], weights["recomputed"], rtol=0, atol=1e-9)
