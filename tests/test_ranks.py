@@ -69,10 +69,10 @@ def test_adapters_and_other_ways_to_run_layers_train_the_same_on_two_ranks(
     actual = json.loads(Path(f"{together}.json").read_text())
     weights = load_file(f"{alone}.safetensors")
     for name, tensor in load_file(f"{together}.safetensors").items():
+        # 8-bit moments are of float32 parameters, whose sums depend on their order
         is_rounded = name == "8-bit"
-        torch.testing.assert_close(
-            tensor, weights[name], rtol=1e-6, atol=1e-4 if is_rounded else 1e-8
-        )
+        difference = (tensor - weights[name]).abs()
+        assert float(difference.mean() if is_rounded else difference.max()) < 1e-8, name
         for number, metrics in enumerate(expected[name]):
             for key, value in metrics.items():
                 found = actual[name][number][key]

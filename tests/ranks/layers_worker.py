@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-
 from tests.ranks.train_worker import make_batches
+
 from trustbatch.config import LoraConfig, TrainingConfig
 from trustbatch.objectives import build_objective
 from trustbatch.policy import Policy
