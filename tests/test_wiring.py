@@ -17,7 +17,7 @@ from trustbatch.observe.progress import Progress
 from trustbatch.rollout import sampling
 from trustbatch.session import Session, open_session
 from trustbatch.training.logprobs import EntropyUse, _entropy
-from trustbatch.training.optimiser import build_adamw, learning_rate_factor
+from trustbatch.training.optimiser import build_optimiser, learning_rate_factor
 from trustbatch.types import Prompt
 
 
@@ -101,7 +101,7 @@ def test_adamw_by_hand() -> None:
     # first step: m = 0.1 g, v = 0.05 g^2, both divided by the same factors again: w moves by
     # lr * (sign(g) + decay * w)
     parameter = torch.nn.Parameter(torch.tensor([2.0, -3.0]))
-    optimiser = build_adamw([parameter], betas=(0.9, 0.95), weight_decay=0.01)
+    optimiser = build_optimiser("adamw", [parameter], betas=(0.9, 0.95), weight_decay=0.01)
     optimiser.param_groups[0]["lr"] = 0.1
     parameter.grad = torch.tensor([5.0, -7.0])
     optimiser.step()
