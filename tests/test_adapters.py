@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,17 @@ def test_a_bfloat16_base(tiny_folder: Path, policy: Policy) -> None:
     assert torch.equal(logits(small), logits(plain))
     drawn = draw_sequences(small, engine=NativeEngine(small, seed=3))
     assert all(torch.isfinite(s.completion.behaviour_logp).all() for s in drawn)
+
+
+def test_a_missing_package_is_a_sentence(
+    tiny_folder: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'trustbatch\[lora\]'"):
+        with_adapters(tiny_folder)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match=r"pip install 'trustbatch\[torchao\]'"):
+        train(policy, [], num_steps=0, optimiser="adamw_8bit")
 
 
 def test_a_copied_policy_has_adapters_of_its_own(adapted: Policy) -> None:

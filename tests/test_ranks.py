@@ -10,19 +10,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.ranks import train_worker
+from tests.ranks import layers_worker, train_worker
 
 from trustbatch.cli import main
 from trustbatch.observe.run_folder import read_metrics
 
-WORKERS = Path(__file__).parent / "ranks"
+ROOT = Path(__file__).parent.parent
 
 
 def torchrun(worker: str, num_ranks: int, *arguments: str) -> str:
     """Run a worker in several processes; return what they said."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    module = ["-m", f"tests.ranks.{worker}"]
     result = subprocess.run(
-        [*command, "--nproc-per-node", str(num_ranks), str(WORKERS / worker), *arguments],
+        [*command, "--nproc-per-node", str(num_ranks), *module, *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
@@ -47,7 +49,7 @@ def test_every_objective_trains_the_same_on_any_number_of_ranks(
 ) -> None:
     """Uneven batches, ranks without a token, several micro-batches, passes and mini-batches."""
     output = tmp_path / "output"
-    torchrun("train_worker.py", num_ranks, str(tiny_folder), str(output))
+    torchrun("train_worker", num_ranks, str(tiny_folder), str(output))
     expected = json.loads(Path(f"{alone}.json").read_text())
     actual = json.loads(Path(f"{output}.json").read_text())
     for name, batches in expected.items():
@@ -95,7 +97,7 @@ def test_a_run_on_two_ranks_is_the_run_on_one_and_goes_on_alone(
         text = CONFIG.format(model=str(tiny_folder), folder=str(tmp_path / name))
         file.write_text(text.replace("'", '"'), encoding="utf-8")
     assert main(["train", str(configs["one"])]) == 0
-    output = torchrun("train.py", 2, str(configs["two"]))
+    output = torchrun("train", 2, str(configs["two"]))
     assert output.count("step 4/4") == 1
     expected = read_metrics(tmp_path / "one" / "run")
     assert_same_run(read_metrics(tmp_path / "two" / "run"), expected)
@@ -113,3 +115,28 @@ def assert_same_run(actual: list[dict[str, Any]], expected: list[dict[str, Any]]
         for key, value in other.items():
             if not key.startswith(("time/", "canary/")):
                 assert mine[key] == pytest.approx(value, rel=1e-3, abs=1e-6), key
+
+
+@pytest.mark.slow
+def test_adapters_and_other_ways_to_run_layers_train_the_same_on_two_ranks(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Frozen and trained parameters together, layers that are recomputed and compiled."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    layers_worker.main(str(tiny_folder), str(alone))
+    torchrun("layers_worker", 2, str(tiny_folder), str(together))
+    expected = json.loads(Path(f"{alone}.json").read_text())
+    actual = json.loads(Path(f"{together}.json").read_text())
+    weights = load_file(f"{alone}.safetensors")
+    for name, tensor in load_file(f"{together}.safetensors").items():
+        # 8-bit moments are of float32 parameters, whose sums depend on their order
+        is_rounded = name == "8-bit"
+        difference = (tensor - weights[name]).abs()
+        assert float(difference.mean() if is_rounded else difference.max()) < 1e-8, name
+        for number, metrics in enumerate(expected[name]):
+            for key, value in metrics.items():
+                found = actual[name][number][key]
+                tolerance = 1e-3 if is_rounded else 1e-6
+                assert found == pytest.approx(value, rel=tolerance, abs=1e-6), (name, number, key)
+    # what only changes how layers are run does not change what is learned
+    torch.testing.assert_close(weights["compiled"], weights["recomputed"], rtol=0, atol=1e-9)

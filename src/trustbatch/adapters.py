@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from trustbatch.config import LoraConfig
+from trustbatch.config import ALL_LINEAR, LoraConfig
 from trustbatch.errors import ConfigError
 from trustbatch.ranks import whole
 
@@ -31,7 +31,7 @@ class Adapters:
     def __init__(self, model: Any, config: LoraConfig, *, model_name: str, seed: int) -> None:
         self.model = model
         peft = _import_peft()
-        targets = config.targets if isinstance(config.targets, str) else list(config.targets)
+        targets = ALL_LINEAR if config.targets == (ALL_LINEAR,) else list(config.targets)
         self.peft_config = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,
@@ -152,7 +152,7 @@ def _file_name(name: str) -> str:
 
 def _refuse_other_targets(model: Any, config: LoraConfig) -> None:
     """Refuse a target that is not there, or is no linear layer within the decoder."""
-    if isinstance(config.targets, str):
+    if config.targets == (ALL_LINEAR,):
         return
     head = model.get_output_embeddings()
     inside = {

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trustbatch.errors import ConfigError
 from trustbatch.objectives import Objective, build_objective
 
 DEFAULT_TOP_LOGPROBS = 16
 SHARED_CANARY_EVERY = 10
+ALL_LINEAR = "all-linear"
 
 
 class _Table(BaseModel):
@@ -32,10 +33,15 @@ class LoraConfig(_Table):
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0.0)
     """what an adapter adds is multiplied by alpha / rank"""
-    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    targets: tuple[str, ...] = (ALL_LINEAR,)
     """names of the linear layers that have one; "all-linear" is all but the output head"""
     base_precision: Literal["float32", "bfloat16"] = "float32"
     """in which the weights of those layers are kept"""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> "LoraConfig":

@@ -37,6 +37,7 @@ def shard(policy: Policy, *, device: torch.device, offload: bool = False) -> Non
     for module in policy.root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            # a plain sum: only NCCL knows one with a factor, also if that is 1
             module.set_force_sum_reduction_for_comms(True)
     policy.device = device
 
