@@ -10,7 +10,8 @@ from trustbatch.config import Config, parse_config
 from trustbatch.loops.sync import train_sync
 from trustbatch.observe.progress import LiveLine, Progress
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.session import open_session
+from trustbatch.plan.shortage import memory_advice
+from trustbatch.session import configured_task, open_session
 from trustbatch.tasks import Task
 
 
@@ -62,7 +63,10 @@ def train(
 
 def train_config(config: Config, task: Task | None = None) -> RunResult:
     """Run, or continue, the training that a configuration describes."""
-    session = open_session(config, task)
+    if task is None:
+        task = configured_task(config)
+    with memory_advice(config, task, "load"):
+        session = open_session(config, task)
     if session.step >= config.training.steps:
         LiveLine().show(f"{config.run.name} is already finished; nothing to train.", last=True)
     progress = Progress(config.run.name, config.training.steps, done=session.step)
