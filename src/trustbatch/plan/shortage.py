@@ -35,8 +35,10 @@ def memory_advice(config: Config, task: Task, phase: str) -> Iterator[None]:
         in_use = _in_use(config)
         # the frames that failed hold what was computed, and the estimate needs room itself
         traceback.clear_frames(error.__traceback__)
-        message = f"Memory ran out in the {phase} phase with {in_use} in use: "
-    raise OutOfMemoryError(message + _what_to_do(config, task, phase))
+        raise OutOfMemoryError(
+            f"Memory ran out in the {phase} phase with {in_use} in use: "
+            + _what_to_do(config, task, phase)
+        ) from None
 
 
 def is_shortage(error: BaseException) -> bool:
