@@ -80,9 +80,11 @@ def advise(
         if current - after > WORTH_SAYING * before:
             chosen[change.field] = change
             current = after
-    for field in list(chosen):  # what came later may have made it needless
+    # what came later may have made it needless
+    as_good = max(limit, current + WORTH_SAYING * before)
+    for field in list(chosen):
         rest = {name: change for name, change in chosen.items() if name != field}
-        if needed(rest) <= limit:
+        if needed(rest) <= as_good:
             chosen = rest
     after = needed(chosen)
     return Advice(tuple(chosen.values()), before - after, after, is_enough=after <= limit)
