@@ -33,4 +33,6 @@ def longest_prompt(config: Config, task: Task | None) -> PromptLength:
         return PromptLength(ASSUMED_TOKENS, is_assumed=True)
     num_prompts = min(config.rollout.prompts_per_step, NUM_LOOKED_AT)
     lengths = [len(encode_prompt(tokenizer, task.prompt(i))) for i in range(num_prompts)]
+    if max(lengths) == 0:  # transformers makes an empty tokenizer where there are no files of one
+        return PromptLength(ASSUMED_TOKENS, is_assumed=True)
     return PromptLength(max(lengths), is_assumed=False)

@@ -20,7 +20,12 @@ from trustbatch.tasks import Task
 
 WANTED_LESS = 0.1
 """of the estimate: advice saves at least this much, since the estimate was too low"""
-REFUSALS = ("can't allocate memory", "not enough memory", "out of memory")
+REFUSALS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 """in what a library's allocator says that raises no error of a type of its own"""
 
 
@@ -29,7 +34,7 @@ def memory_advice(config: Config, task: Task, phase: str) -> Iterator[None]:
     """Turn an out-of-memory error of the phase (load, generate, train) into a sentence."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):
             raise
         in_use = _in_use(config)
@@ -58,7 +63,7 @@ def _what_to_do(config: Config, task: Task, phase: str) -> str:
         needed = plan.needed if of_phase is None else plan.phase(of_phase).needed
         limit = min(hardware.capacity, needed * (1 - WANTED_LESS))
         advice = advise(estimator, setting, limit=limit, phase=of_phase)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):
             raise
         return (
