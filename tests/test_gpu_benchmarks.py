@@ -20,6 +20,7 @@ def scripts() -> Any:
     """Import the benchmarks as their own folder sees them."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
+        import memory_gpu  # pyright: ignore[reportMissingImports]
         import qwen3_shapes  # pyright: ignore[reportMissingImports]
         import step_gpu  # pyright: ignore[reportMissingImports]
         import train_gpu  # pyright: ignore[reportMissingImports]
@@ -27,7 +28,11 @@ def scripts() -> Any:
     finally:
         sys.path.remove(str(BENCHMARKS))
     return SimpleNamespace(
-        step=step_gpu, train=train_gpu, shapes=qwen3_shapes, results=worker_process.Results
+        memory=memory_gpu,
+        step=step_gpu,
+        train=train_gpu,
+        shapes=qwen3_shapes,
+        results=worker_process.Results,
     )
 
 
@@ -124,3 +129,14 @@ def test_operations_are_those_that_torch_counts(
     norms = sum(each.numel() for each in network.parameters() if each.dim() == 1)
     elementwise = (4 if is_frozen else 6) * norms * LENGTH
     assert counter.get_total_flops() == counted + masked - elementwise
+
+
+def test_the_memory(scripts: Any, model: str) -> None:
+    generate, train = scripts.memory.compare(
+        "tiny", scripts.memory.CASES["tiny"], model, steps=2, objective="grpo"
+    )
+    assert (generate["phase"], train["phase"]) == ("generate", "train")
+    for record in (generate, train):
+        assert record["estimated_gib"] == pytest.approx(sum(record["parts_gib"].values()))
+        assert ("allocated_gib" in record) == torch.cuda.is_available()
+        assert scripts.memory.show(record).startswith("tiny ")

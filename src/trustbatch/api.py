@@ -12,8 +12,9 @@ from trustbatch.config import Config, parse_config
 from trustbatch.loops.sync import train_sync
 from trustbatch.observe.progress import LiveLine, Progress
 from trustbatch.observe.run_folder import read_metrics
+from trustbatch.plan.shortage import memory_advice
 from trustbatch.ranks import joined_ranks, this_rank
-from trustbatch.session import open_session
+from trustbatch.session import configured_task, open_session
 from trustbatch.tasks import Task
 
 
@@ -73,7 +74,10 @@ def train_config(config: Config, task: Task | None = None) -> RunResult:
 
 
 def _train(config: Config, task: Task | None) -> RunResult:
-    session = open_session(config, task)
+    if task is None:
+        task = configured_task(config)
+    with memory_advice(config, task, "load"):
+        session = open_session(config, task)
     # one of the ranks speaks for all
     stream = sys.stderr if this_rank() == 0 else io.StringIO()
     if session.step >= config.training.steps:

@@ -41,7 +41,7 @@ def _run(arguments: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     # each command imports what it needs: --help answers at once
     if options.command == "train":
-        return _train(options.config, overrides, dry_run=options.dry_run)
+        return _dry_run(options, overrides) if options.dry_run else _train(options, overrides)
     if options.command == "doctor":
         return _doctor(options, overrides)
     if options.command == "report":
@@ -65,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", help="TOML file; see configs/")
     train.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and the plan"
+    )
+    train.add_argument(
+        "--gpus", type=_at_least_one, help="plan for so many; with --dry-run, this machine's unless"
+    )
+    train.add_argument(
+        "--gpu-memory", type=_gib, metavar="GIB", help="plan for GPUs of so much; with --dry-run"
     )
     doctor = commands.add_parser(
         "doctor",
@@ -116,26 +122,50 @@ def _not_negative(text: str) -> float:
     return number
 
 
-def _train(config_file: str, overrides: list[str], *, dry_run: bool) -> int:
+def _gib(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB, not {text!r}") from error
+    if not 1.0 <= number <= 10_000.0:
+        raise argparse.ArgumentTypeError("must be from 1 to 10000 GiB")
+    return number
+
+
+def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
+    from trustbatch.config import load_config
+    from trustbatch.observe.run_folder import RunFolder
+    from trustbatch.plan import describe_plan
+    from trustbatch.plan.hardware import find_hardware
+    from trustbatch.plan.memory import GIB
+    from trustbatch.rollout.vllm_engine import require_vllm
+    from trustbatch.session import configured_task
+
+    config = load_config(options.config, overrides)
+    task = configured_task(config)
+    if config.rollout.engine == "vllm":
+        require_vllm()
+    RunFolder(config)  # refuses the folder of another run
+    memory = None if options.gpu_memory is None else options.gpu_memory * GIB
+    hardware = find_hardware(config, num_gpus=options.gpus, gpu_memory=memory)
+    console = Console(soft_wrap=True)
+    console.print(config.to_toml(), markup=False, highlight=False)
+    console.print(describe_plan(config, task, hardware=hardware), markup=False, highlight=False)
+    return 0
+
+
+def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.api import train_config
     from trustbatch.config import load_config
     from trustbatch.observe.report import write_report
 
+    if options.gpus is not None or options.gpu_memory is not None:
+        raise ConfigError(
+            "--gpus and --gpu-memory are for --dry-run: remove them, and start a run on several "
+            "GPUs with torchrun."
+        )
     console = Console(soft_wrap=True)
-    config = load_config(config_file, overrides)
-    if dry_run:
-        from trustbatch.observe.run_folder import RunFolder
-        from trustbatch.plan import describe_plan
-        from trustbatch.rollout.vllm_engine import require_vllm
-        from trustbatch.session import configured_task
-
-        configured_task(config)
-        if config.rollout.engine == "vllm":
-            require_vllm()
-        RunFolder(config)  # refuses the folder of another run
-        console.print(config.to_toml(), markup=False, highlight=False)
-        console.print(describe_plan(config), markup=False, highlight=False)
-        return 0
+    config = load_config(options.config, overrides)
     result = train_config(config)
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # under torchrun the first process speaks for all

@@ -30,6 +30,10 @@ class EngineError(TrustbatchError):
     """A rollout engine died, did not answer in time, or can't take what it was given."""
 
 
+class OutOfMemoryError(TrustbatchError):
+    """The device, or the machine, had less memory than the run needed."""
+
+
 class DivergedError(TrustbatchError):
     """Training produced non-finite gradients and was stopped before it could do harm."""
 

@@ -104,6 +104,8 @@ class Policy:
             model, tokenizer = _load_folder(name, trust_remote_code=trust_remote_code)
         try:
             model = model.to(device)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise ConfigError(
                 f"model.device = {device!r} can't be used ({_first(error)}): set it to cpu or cuda."
@@ -239,19 +241,24 @@ class Policy:
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Tokenise a prompt, through the chat template where the tokenizer has one."""
-        if self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt.text}],
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-            # the template has already written the special tokens
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False))  # type: ignore[arg-type]
-        return tuple(self.tokenizer.encode(prompt.text))
+        return encode_prompt(self.tokenizer, prompt)
 
     def decode(self, token_ids: list[list[int]]) -> list[str]:
         """Turn completions into text, without special tokens."""
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
+    """Tokenise a prompt, through the chat template where the tokenizer has one."""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt.text}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        # the template has already written the special tokens
+        return tuple(tokenizer.encode(text, add_special_tokens=False))  # type: ignore[arg-type]
+    return tuple(tokenizer.encode(prompt.text))
 
 
 def _inputs(input_ids: Tensor, packed: PackedLayout | None) -> dict[str, Any]:
@@ -319,6 +326,12 @@ def _is_small(folder: Path) -> bool:
 
 def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int, Any]:
     """Return the number of parameters and the model's config without loading any weight."""
+    model = empty_model(name, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters()), model.config
+
+
+def empty_model(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Return a model without any weight: its parameters have shapes only."""
     file = find_gguf(name)
     if file is None:
         _refuse_wrong_folder(name)
@@ -328,8 +341,7 @@ def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int
             if file is None
             else read_gguf_config(file)
         )
-        with torch.device("meta"):
-            model = _AUTO_MODEL.from_config(config, trust_remote_code=trust_remote_code)
+        return without_weights(config, trust_remote_code=trust_remote_code)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
@@ -337,7 +349,14 @@ def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int
             f"model.name = {name!r} could not be found: give a local folder with a Hugging Face "
             f"checkpoint, or a model name on the hub ({_first(error)})."
         ) from error
-    return sum(parameter.numel() for parameter in model.parameters()), config
+
+
+def without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """Build the model of a Hugging Face config; its parameters are float32 and have no content."""
+    with torch.device("meta"):
+        return _AUTO_MODEL.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
 
 
 def _refuse_wrong_folder(name: str) -> None:

@@ -6,6 +6,7 @@ from trustbatch.advantages import ADVANTAGES
 from trustbatch.batching.samples import to_sequences
 from trustbatch.observe.progress import Progress
 from trustbatch.observe.rollout_metrics import rollout_metrics
+from trustbatch.plan.shortage import memory_advice
 from trustbatch.rewards import score
 from trustbatch.rollout.collect import collect
 from trustbatch.session import Session
@@ -25,7 +26,8 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         start = time.perf_counter()
         num_ahead = min(config.rollout.lag, config.training.steps - step)
         while len(session.pending) <= num_ahead:
-            session.pending.append(_draw_batch(session))
+            with memory_advice(config, session.task, "generate"):
+                session.pending.append(_draw_batch(session))
         groups = session.pending.popleft()
         generated = time.perf_counter()
 
@@ -34,7 +36,8 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         metrics = rollout_metrics(groups, rewards, policy=session.policy.name, version=session.step)
         trained_from = time.perf_counter()
         session.engine.sleep()
-        metrics |= session.trainer.train(to_sequences(groups, advantages))
+        with memory_advice(config, session.task, "train"):
+            metrics |= session.trainer.train(to_sequences(groups, advantages))
         session.step = step
         session.engine.wake()
         session.engine.load_weights(session.policy.named_weights(), version=step)

@@ -1,0 +1,17 @@
+"""Memory before the run: estimated by part and phase, and what to change where it is short."""
+
+from trustbatch.plan.describe import describe_plan
+from trustbatch.plan.estimate import Estimator, estimate_memory
+from trustbatch.plan.memory import MemoryPlan, Part, Phase
+from trustbatch.plan.setting import Lora, Setting
+
+__all__ = [
+    "Estimator",
+    "Lora",
+    "MemoryPlan",
+    "Part",
+    "Phase",
+    "Setting",
+    "describe_plan",
+    "estimate_memory",
+]

@@ -1,0 +1,135 @@
+"""What to change where memory is short, in the order of what it costs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trustbatch.plan.estimate import Estimator
+from trustbatch.plan.memory import size
+from trustbatch.plan.setting import Lora, Setting
+
+LORA_RANK = 32
+MOST_GPUS = 64
+FEWEST_SEQUENCES = 16
+FEWEST_TOKENS = 2048
+"""in a micro-batch: with fewer, a GPU is no longer kept busy"""
+WORTH_SAYING = 0.02
+"""of what is needed: a change that saves less is not named beside others"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing to set."""
+
+    words: str
+    field: str
+    """of the setting"""
+    value: Any
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Changes that together bring a run below a limit, or as near as can be."""
+
+    changes: tuple[Change, ...]
+    saved: float
+    needed: float
+    """bytes after the changes"""
+    is_enough: bool
+
+    def __str__(self) -> str:
+        if not self.changes:
+            return "choose a smaller model or a device with more memory, since no setting helps"
+        saving = f"{self._words()}, which saves about {size(self.saved)}"
+        if self.is_enough:
+            return saving
+        return (
+            f"{saving}; that still needs {size(self.needed)}, so choose a smaller model or a "
+            "device with more memory too"
+        )
+
+    def _words(self) -> str:
+        settings = [change.words for change in self.changes if change.field != "num_gpus"]
+        words = [change.words for change in self.changes if change.field == "num_gpus"]
+        if settings:
+            *first, last = settings
+            words.insert(0, f"set {', '.join(first)} and {last}" if first else f"set {last}")
+        return " and ".join(words)
+
+
+def advise(
+    estimator: Estimator, setting: Setting, *, limit: float, phase: str | None = None
+) -> Advice:
+    """Find changes that are enough, none of them costlier than need be.
+
+    Looks at one phase, or at all of them.
+    """
+
+    def needed(changes: Mapping[str, Change]) -> float:
+        values = {change.field: change.value for change in changes.values()}
+        plan = estimator.plan(replace(setting, **values))
+        return plan.needed if phase is None else plan.phase(phase).needed
+
+    before = needed({})
+    chosen: dict[str, Change] = {}
+    current = before
+    for change in _changes(estimator, setting):
+        if current <= limit:
+            break
+        after = needed(chosen | {change.field: change})
+        if current - after > WORTH_SAYING * before:
+            chosen[change.field] = change
+            current = after
+    # what came later may have made it needless
+    as_good = max(limit, current + WORTH_SAYING * before)
+    for field in list(chosen):
+        rest = {name: change for name, change in chosen.items() if name != field}
+        if needed(rest) <= as_good:
+            chosen = rest
+    after = needed(chosen)
+    return Advice(tuple(chosen.values()), before - after, after, is_enough=after <= limit)
+
+
+def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
+    """Yield single changes of a setting: those that cost little come first."""
+    config, hardware = estimator.config, estimator.hardware
+    if config.rollout.engine == "vllm" and not setting.vllm_sleeps:
+        yield Change("rollout.vllm.sleep = true", "vllm_sleeps", True)
+    longest = estimator.longest_sequence
+    for tokens in _halved(setting.micro_batch_tokens, max(longest, FEWEST_TOKENS)):
+        yield _micro_batch(tokens)
+    for rows in _halved(setting.max_sequences, FEWEST_SEQUENCES):
+        yield Change(f"rollout.max_sequences = {rows}", "max_sequences", rows)
+    if not setting.gradient_checkpointing:
+        yield Change("training.gradient_checkpointing = true", "gradient_checkpointing", True)
+    more_gpus = [
+        Change(f"train on {number} GPUs (torchrun --nproc-per-node={number})", "num_gpus", number)
+        for number in _doubled(setting.num_gpus)
+        if hardware.is_gpu
+    ]
+    yield from (change for change in more_gpus if change.value <= hardware.num_available)
+    for tokens in _halved(min(setting.micro_batch_tokens, FEWEST_TOKENS), longest):
+        yield _micro_batch(tokens)
+    if not setting.eight_bit_optimiser and setting.lora is None:
+        yield Change('training.optimiser = "adamw_8bit"', "eight_bit_optimiser", True)
+    if setting.lora is None:
+        yield Change(f"model.lora.rank = {LORA_RANK}", "lora", Lora(rank=LORA_RANK))
+    if hardware.is_gpu and not setting.cpu_offload:
+        yield Change("training.cpu_offload = true", "cpu_offload", True)
+    yield from (change for change in more_gpus if change.value > hardware.num_available)
+
+
+def _micro_batch(tokens: int) -> Change:
+    return Change(f"training.micro_batch_tokens = {tokens}", "micro_batch_tokens", tokens)
+
+
+def _halved(number: int, least: int) -> Iterator[int]:
+    while number > least:
+        number = max(number // 2, least)
+        yield number
+
+
+def _doubled(number: int) -> Iterator[int]:
+    while number < MOST_GPUS:
+        number *= 2
+        yield number

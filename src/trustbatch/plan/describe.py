@@ -1,0 +1,94 @@
+"""What `--dry-run` shows: the work of one step, its memory, and what to change if that is short."""
+
+from trustbatch.config import Config, SecondPolicyConfig
+from trustbatch.plan.advice import advise
+from trustbatch.plan.estimate import Estimator
+from trustbatch.plan.hardware import Hardware, find_hardware
+from trustbatch.plan.memory import MemoryPlan, Phase, size
+from trustbatch.plan.setting import Setting
+from trustbatch.policy import count_parameters
+from trustbatch.tasks import Task
+from trustbatch.training.checkpoint import list_checkpoints
+
+MARGIN = " " * 12
+
+
+def describe_plan(
+    config: Config, task: Task | None = None, *, hardware: Hardware | None = None
+) -> str:
+    """Return a few lines about the run that a configuration would start; loads no weights."""
+    hardware = hardware or find_hardware(config)
+    estimator = Estimator.of(config, hardware, task)
+    rollout, training = config.rollout, config.training
+    num_sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+    lines = [
+        f"model       {config.model.name}: {estimator.outline.num_parameters:,} parameters on "
+        f"{_devices(hardware)}",
+        f"step        {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
+        f"{num_sequences} completions of at most {rollout.max_tokens} tokens",
+        f"updates     {training.steps} steps x {training.passes} passes x "
+        f"{training.mini_batches} optimiser steps",
+        *_memory(estimator),
+        *[_second_policy(config, second) for second in rollout.policies],
+        f"results     {config.run.path}{_continues(config)}",
+    ]
+    return "\n".join(lines)
+
+
+def _memory(estimator: Estimator) -> list[str]:
+    setting = Setting.of(estimator.config, num_gpus=estimator.hardware.num_gpus)
+    plan = estimator.plan(setting)
+    first, *others = [_phase(phase) for phase in plan.phases]
+    lines = [f"memory      {first}", *(MARGIN + other for other in others)]
+    prompts = f"prompts of up to {plan.prompt_tokens} tokens"
+    if plan.is_prompt_assumed:
+        prompts += ", which is assumed"
+    per = "each GPU" if plan.is_gpu else "each process" if plan.num_gpus > 1 else "this machine"
+    lines.append(f"{MARGIN}on {per}, with {prompts}, about 15% more or less")
+    if plan.fits:
+        lines.append(f"{MARGIN}fits: needs {size(plan.needed)} of {size(plan.capacity)}")
+        lines += _waiting(plan)
+    else:
+        advice = advise(estimator, setting, limit=plan.capacity)
+        lines.append(
+            f"{MARGIN}does not fit: needs {size(plan.needed)} of {size(plan.capacity)}: {advice}."
+        )
+    return lines
+
+
+def _phase(phase: Phase) -> str:
+    parts = ", ".join(f"{part.name} {size(part.num_bytes)}" for part in phase.parts)
+    return f"{phase.name:8} {size(phase.total)}: {parts}"
+
+
+def _waiting(plan: MemoryPlan) -> list[str]:
+    """Say if some sequences will have to wait for the memory of others."""
+    generate = plan.phase("generate")
+    if generate.total <= plan.capacity:
+        return []
+    elastic = generate.total - generate.needed
+    there = plan.capacity - generate.needed
+    return [
+        f"{MARGIN}keys and values get {size(there)} of {size(elastic)}: some sequences wait for "
+        "others to end, which costs time and changes nothing else"
+    ]
+
+
+def _second_policy(config: Config, second: SecondPolicyConfig) -> str:
+    num_parameters, _ = count_parameters(second.model, trust_remote_code=second.trust_remote_code)
+    temperature = second.temperature or config.rollout.temperature
+    return (
+        f"policy      {second.policy_name}: draws {second.share:.0%} at temperature {temperature}, "
+        f"{num_parameters:,} parameters, {size(4 * num_parameters)}"
+    )
+
+
+def _devices(hardware: Hardware) -> str:
+    if hardware.num_gpus == 1:
+        return hardware.name
+    return f"{hardware.num_gpus} x {hardware.name}"
+
+
+def _continues(config: Config) -> str:
+    checkpoints = list_checkpoints(config.run.path / "checkpoints")
+    return f" (continues from {checkpoints[-1].name})" if checkpoints else ""

@@ -1,0 +1,296 @@
+"""An estimate of the memory that a run takes on each GPU, before anything is loaded.
+
+Parameters and optimiser states are counted, activations measured on two layers; what remains are
+the rules of this package about what is alive at the same time. Not counted is what a run takes only
+because it is free: graphs of further micro-batches that wait for their backward pass.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from trustbatch.config import Config
+from trustbatch.plan.activations import Activations, measure_activations
+from trustbatch.plan.hardware import Hardware, find_hardware
+from trustbatch.plan.key_values import cached_tokens
+from trustbatch.plan.memory import MemoryPlan, Part, Phase
+from trustbatch.plan.outline import ModelOutline
+from trustbatch.plan.prompts import PromptLength, longest_prompt
+from trustbatch.plan.setting import Setting
+from trustbatch.rollout.native_engine import PREFILL_TOKENS
+from trustbatch.tasks import Task
+from trustbatch.training.linear_logprobs import CPU_SLICE_BYTES, GPU_SLICE_BYTES
+
+FLOAT32, BFLOAT16 = 4, 2
+ADAMW_STATES = 2 * FLOAT32
+EIGHT_BIT_STATES = 2 * (1 + FLOAT32 / 256)
+"""two bytes a parameter, and a scale for each block of 256"""
+COMPILED = 0.58
+"""part of a layer's activations that torch.compile's partitioner keeps: 0.576 at the widths of
+Qwen3-0.6B and 0.587 at those of 4B, counted with the backend aot_eager_decomp_partition"""
+GATHERED_LAYERS = 3
+"""in the precision of products: one in use, one on its way, and the buffer that it arrives in"""
+REDUCED_LAYERS = 2
+"""whose gradients are being summed over the ranks, in float32"""
+ALL_LOGIT_COPIES = 5
+"""float32 copies of all logits, for models whose head is more than a product, as measured"""
+TRUNCATED_LOGIT_COPIES = 8
+"""of the logits of all rows, where top-k or top-p sorts them"""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Estimates one run under any setting; what must be measured is measured once."""
+
+    config: Config
+    hardware: Hardware
+    prompt: PromptLength
+
+    @classmethod
+    def of(cls, config: Config, hardware: Hardware, task: Task | None) -> "Estimator":
+        """Look at the prompts of the task, where one is given."""
+        return cls(config, hardware, longest_prompt(config, task))
+
+    def plan(self, setting: Setting | None = None) -> MemoryPlan:
+        """Return the memory of both phases; the setting is the configuration's unless given."""
+        if setting is None:
+            setting = Setting.of(self.config, num_gpus=self.hardware.num_gpus)
+        kept = [part for part in self._kept(setting) if part.num_bytes]
+        generate = self._generate(setting)
+        train = max(self._train(setting), key=lambda parts: sum(p.num_bytes for p in parts))
+        return MemoryPlan(
+            phases=tuple(
+                Phase(name, (*kept, *(part for part in parts if part.num_bytes)))
+                for name, parts in (("generate", generate), ("train", train))
+            ),
+            capacity=self.hardware.capacity,
+            is_gpu=self.hardware.is_gpu,
+            num_gpus=setting.num_gpus,
+            prompt_tokens=self.prompt.num_tokens,
+            is_prompt_assumed=self.prompt.is_assumed,
+        )
+
+    @cached_property
+    def outline(self) -> ModelOutline:
+        """The trained model."""
+        model = self.config.model
+        return ModelOutline.read(model.name, trust_remote_code=model.trust_remote_code)
+
+    @cached_property
+    def activations(self) -> Activations:
+        """What its layers save."""
+        return measure_activations(
+            self.outline,
+            precision=self._product_type,
+            trust_remote_code=self.config.model.trust_remote_code,
+        )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a prompt and a completion; a micro-batch has at least that many."""
+        return self.prompt.num_tokens + self.config.rollout.max_tokens
+
+    def _kept(self, setting: Setting) -> list[Part]:
+        """Parts that are there in both phases."""
+        on_device = 0.0 if setting.cpu_offload and self.hardware.is_gpu else 1 / setting.num_gpus
+        trainable = self._trainable(setting)
+        states = EIGHT_BIT_STATES if setting.eight_bit_optimiser else ADAMW_STATES
+        all_parameters = self.outline.num_parameters
+        if setting.lora is not None:
+            all_parameters += trainable
+        return [
+            Part("parameters", FLOAT32 * all_parameters * on_device),
+            Part("optimiser", states * trainable * on_device),
+            Part("engine's weights", self._engine_weights(self.outline, setting.is_sharded)),
+            Part("reference", FLOAT32 * self._reference_parameters() * on_device),
+            Part("second policies", self._second_policies()),
+        ]
+
+    def _trainable(self, setting: Setting) -> int:
+        if setting.lora is None:
+            return self.outline.num_parameters
+        return self.outline.adapter_parameters(setting.lora.rank, setting.lora.targets)
+
+    def _gradients(self, setting: Setting) -> float:
+        on_device = 0.0 if setting.cpu_offload and self.hardware.is_gpu else 1 / setting.num_gpus
+        return FLOAT32 * self._trainable(setting) * on_device
+
+    def _reference_parameters(self) -> int:
+        if not self.config.build_objective().reference_kl_coef:
+            return 0
+        name = self.config.training.reference_model
+        if name is None:
+            return self.outline.num_parameters
+        return ModelOutline.read(
+            name, trust_remote_code=self.config.model.trust_remote_code
+        ).num_parameters
+
+    def _second_policies(self) -> float:
+        outlines = [
+            ModelOutline.read(second.model, trust_remote_code=second.trust_remote_code)
+            for second in self.config.rollout.policies
+        ]
+        return sum(
+            FLOAT32 * each.num_parameters + self._engine_weights(each, is_sharded=False)
+            for each in outlines
+        )
+
+    def _engine_weights(self, outline: ModelOutline, is_sharded: bool) -> float:
+        """Bytes of what the native engine keeps beside the trainer's parameters."""
+        if self.config.rollout.engine != "native":
+            return 0.0
+        precision = self._engine_precision
+        if is_sharded:
+            # a whole model of its own, in the type that it computes in
+            whole = outline.num_parameters * _itemsize(precision)
+            return whole + (outline.decoded_weights if precision == "fp8" else 0)
+        images = outline.decoded_weights
+        if not self.hardware.is_gpu:
+            return FLOAT32 * images  # re-ordered, or rounded and kept as float32
+        if precision == "fp8":
+            return images + (BFLOAT16 - 1) * outline.head_weights
+        return BFLOAT16 * images if precision == "bfloat16" else 0.0
+
+    @property
+    def _product_type(self) -> torch.dtype | None:
+        precision = self.config.model.precision
+        if precision == "auto":
+            precision = "bfloat16" if self.hardware.is_gpu else "float32"
+        return None if precision == "float32" else getattr(torch, precision)
+
+    @property
+    def _engine_precision(self) -> str:
+        precision = self.config.rollout.precision
+        if precision != "auto":
+            return precision
+        return "float32" if self._product_type is None else "bfloat16"
+
+    def _generate(self, setting: Setting) -> list[Part]:
+        parts = [Part("gradients", self._gradients(setting))]  # of the last step, until the next
+        if self.config.rollout.engine == "vllm":
+            return [*parts, self._vllm()]
+        rollout, outline = self.config.rollout, self.outline
+        num_rows = math.ceil(
+            rollout.prompts_per_step * rollout.samples_per_prompt / setting.num_gpus
+        )
+        num_rows = min(num_rows, setting.max_sequences)
+        rows_per_prompt = min(rollout.samples_per_prompt, num_rows)
+        num_prompts = math.ceil(num_rows / rows_per_prompt)
+        tokens = cached_tokens(
+            num_prompts=num_prompts,
+            rows_per_prompt=rows_per_prompt,
+            prompt_tokens=self.prompt.num_tokens,
+            max_tokens=rollout.max_tokens,
+            paged=self.hardware.is_gpu and outline.is_decoded_fast,
+        )
+        in_cache = outline.cached_numbers * _itemsize(self._engine_precision)
+        # while it grows, one layer's keys or values are there twice
+        cache = tokens * in_cache * (1 + 0.5 / outline.num_layers)
+        truncates = rollout.top_k > 0 or rollout.top_p < 1.0
+        copies = TRUNCATED_LOGIT_COPIES if truncates else 2
+        prompt_pass = min(PREFILL_TOKENS, num_prompts * self.prompt.num_tokens)
+        return [
+            *parts,
+            Part("keys and values", cache, is_elastic=True),
+            Part("logits", copies * FLOAT32 * num_rows * outline.vocabulary),
+            Part("prompts", prompt_pass * self.activations.layer),
+        ]
+
+    def _vllm(self) -> Part:
+        vllm = self.config.rollout.vllm
+        is_here = vllm.devices is None
+        num_engines = 1 + len(self.config.rollout.policies)
+        share = vllm.gpu_memory_utilisation * self.hardware.memory * num_engines
+        return Part("vLLM", share if is_here else 0.0)
+
+    def _train(self, setting: Setting) -> list[list[Part]]:
+        """Return the parts at the moments of an update that can be the largest."""
+        rollout, training = self.config.rollout, self.config.training
+        num_sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+        in_step = num_sequences * self.longest_sequence / training.mini_batches / setting.num_gpus
+        tokens = min(max(setting.micro_batch_tokens, self.longest_sequence), math.ceil(in_step))
+        parts = []
+        if rollout.engine == "vllm" and not setting.vllm_sleeps:
+            parts.append(self._vllm())
+        gathered = Part("gathered layers", self._gathered(setting))
+        gradients = Part("gradients", self._gradients(setting))
+        saved = Part("activations", tokens * self._saved_a_token(setting))
+        head = Part("log-probs", self._log_probs(tokens, setting))
+        rounded_layer = 0.0 if setting.is_sharded else self.activations.rounded_layer
+        rounded = Part("rounded weights", rounded_layer * self.outline.num_layers)
+        in_backward = [gathered, saved, head]
+        if not setting.gradient_checkpointing:
+            in_backward.append(rounded)  # saved beside the activations
+        else:
+            in_backward.append(Part("rounded weights", rounded_layer))
+        moments = [
+            # autocast keeps its rounded weights until the layers' forward pass has ended
+            [*parts, gathered, saved, rounded],
+            # the head's backward pass, while all layers wait for theirs
+            [*parts, *in_backward],
+            # the end: all gradients, and one that is still to be added
+            [*parts, gathered, gradients, Part("last gradient", self._head_gradient(setting))],
+        ]
+        if tokens < in_step:  # then gradients of earlier micro-batches are there
+            moments = [[*moment, gradients] for moment in moments[:2]] + moments[2:]
+        return moments
+
+    def _saved_a_token(self, setting: Setting) -> float:
+        """Bytes that all layers save for a token, or with checkpointing their inputs and one."""
+        in_layer = self.activations.layer * (COMPILED if setting.compiled else 1.0)
+        num_layers = self.outline.num_layers
+        if not setting.gradient_checkpointing:
+            return in_layer * num_layers + self.activations.around
+        return FLOAT32 * self.outline.width * num_layers + in_layer + self.activations.around
+
+    def _log_probs(self, tokens: int, setting: Setting) -> float:
+        """Bytes of the head's backward pass: a slice of logits, and gradients of its operands."""
+        outline = self.outline
+        num_drawn = tokens * self.config.rollout.max_tokens / self.longest_sequence
+        logits = FLOAT32 * num_drawn * outline.vocabulary
+        if not outline.has_plain_logits:
+            return ALL_LOGIT_COPIES * logits
+        largest = GPU_SLICE_BYTES if self.hardware.is_gpu else CPU_SLICE_BYTES
+        rounded = 1.0 if self._product_type is None else BFLOAT16 / FLOAT32
+        slices = min(logits, largest) * (1 + rounded)
+        hidden = num_drawn * outline.width * (2 * FLOAT32 + BFLOAT16)
+        return slices + hidden + self._head_gradient(setting)
+
+    def _head_gradient(self, setting: Setting) -> float:
+        """Bytes of a gradient of the head that is not yet added to, or divided over, the ranks."""
+        return 0.0 if setting.lora is not None else FLOAT32 * self.outline.head_weights
+
+    def _gathered(self, setting: Setting) -> float:
+        """Bytes of whole parameters and gradients of which other ranks hold the parts."""
+        if not setting.is_sharded:
+            return 0.0
+        outline = self.outline
+        in_layers = FLOAT32 if self._product_type is None else BFLOAT16
+        gathered = GATHERED_LAYERS * in_layers * outline.largest_layer
+        gathered += FLOAT32 * outline.around_layers  # until the step's backward pass has ended
+        if setting.lora is None:
+            gathered += (in_layers + REDUCED_LAYERS * FLOAT32) * outline.largest_layer
+            gathered += FLOAT32 * outline.around_layers
+        return gathered
+
+
+def estimate_memory(
+    config: Config,
+    *,
+    task: Task | None = None,
+    setting: Setting | None = None,
+    num_gpus: int | None = None,
+    gpu_memory: float | None = None,
+) -> MemoryPlan:
+    """Estimate what a run takes, for the hardware at hand or for so many GPUs of so many bytes.
+
+    Prompts of the task are looked at for their length; without a task it is assumed.
+    """
+    hardware = find_hardware(config, num_gpus=num_gpus, gpu_memory=gpu_memory)
+    return Estimator.of(config, hardware, task).plan(setting)
+
+
+def _itemsize(precision: str) -> int:
+    return FLOAT32 if precision == "float32" else BFLOAT16

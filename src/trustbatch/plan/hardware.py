@@ -1,0 +1,67 @@
+"""What a run is planned for: the GPUs or the machine at hand, or others."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from trustbatch.config import Config
+from trustbatch.plan.memory import GIB, size
+
+NOT_TORCHS = 1.0 * GIB
+"""of a GPU's memory: CUDA's context and kernels, and the workspaces of its libraries"""
+FRAGMENTED = 0.04
+"""of a GPU's memory that the allocator can't use, its blocks being of other sizes"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A number of like devices."""
+
+    is_gpu: bool
+    num_gpus: int
+    """processes that train together, where there is no GPU"""
+    memory: float
+    """bytes of each"""
+    name: str
+    num_available: int
+    """GPUs that a plan can count on"""
+
+    @property
+    def capacity(self) -> float:
+        """Bytes that the tensors of one process can have."""
+        return self.memory * (1 - FRAGMENTED) - NOT_TORCHS if self.is_gpu else self.memory
+
+
+def find_hardware(
+    config: Config, *, num_gpus: int | None = None, gpu_memory: float | None = None
+) -> Hardware:
+    """Return what is here, or what the plan is asked for: so many GPUs of so many bytes."""
+    device = config.model.device
+    num = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    if gpu_memory is not None:
+        return Hardware(
+            is_gpu=True,
+            num_gpus=num,
+            memory=gpu_memory,
+            name=f"cuda ({size(gpu_memory)})",
+            num_available=num,
+        )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(device)
+        return Hardware(
+            is_gpu=True,
+            num_gpus=num,
+            memory=properties.total_memory,
+            name=f"{device} ({properties.name}, {size(properties.total_memory)})",
+            num_available=max(torch.cuda.device_count(), num),
+        )
+    # the processes on a machine share its memory
+    memory = _machine_memory() / num
+    return Hardware(is_gpu=False, num_gpus=num, memory=memory, name=device, num_available=num)
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,38 @@
+"""How long prompts are, as far as can be told without loading the model."""
+
+from dataclasses import dataclass
+
+from transformers import AutoTokenizer
+
+from trustbatch.config import Config
+from trustbatch.gguf import find_gguf
+from trustbatch.policy import encode_prompt
+from trustbatch.tasks import Task
+
+ASSUMED_TOKENS = 256
+NUM_LOOKED_AT = 64
+
+
+@dataclass(frozen=True)
+class PromptLength:
+    """Tokens of the longest of the first prompts."""
+
+    num_tokens: int
+    is_assumed: bool
+
+
+def longest_prompt(config: Config, task: Task | None) -> PromptLength:
+    """Tokenise the first prompts of a task, where the tokenizer can be loaded by itself."""
+    if task is None or find_gguf(config.model.name) is not None:
+        return PromptLength(ASSUMED_TOKENS, is_assumed=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.name, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError):
+        return PromptLength(ASSUMED_TOKENS, is_assumed=True)
+    num_prompts = min(config.rollout.prompts_per_step, NUM_LOOKED_AT)
+    lengths = [len(encode_prompt(tokenizer, task.prompt(i))) for i in range(num_prompts)]
+    if max(lengths) == 0:  # transformers makes an empty tokenizer where there are no files of one
+        return PromptLength(ASSUMED_TOKENS, is_assumed=True)
+    return PromptLength(max(lengths), is_assumed=False)

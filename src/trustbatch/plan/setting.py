@@ -1,0 +1,45 @@
+"""What decides how much memory a step takes, beside the model: all that advice can change."""
+
+from dataclasses import dataclass
+
+from trustbatch.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters instead of all parameters."""
+
+    rank: int
+    targets: tuple[str, ...] | None = None
+    """names of the layers that have one; None is every product of the decoder layers"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The values of the configuration that memory depends on, and the number of GPUs."""
+
+    num_gpus: int = 1
+    micro_batch_tokens: int
+    max_sequences: int
+    gradient_checkpointing: bool = False
+    compiled: bool = False
+    eight_bit_optimiser: bool = False
+    cpu_offload: bool = False
+    lora: Lora | None = None
+    vllm_sleeps: bool = False
+    """whether vLLM gives its memory back while the policy is trained"""
+
+    @classmethod
+    def of(cls, config: Config, *, num_gpus: int = 1) -> "Setting":
+        """Read them off a configuration."""
+        return cls(
+            num_gpus=num_gpus,
+            micro_batch_tokens=config.training.micro_batch_tokens,
+            max_sequences=config.rollout.max_sequences,
+            vllm_sleeps=config.rollout.vllm.sleep,
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are gathered layer by layer when they are needed."""
+        return self.num_gpus > 1 or self.cpu_offload

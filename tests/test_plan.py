@@ -1,0 +1,481 @@
+"""Memory before the run: sizes by hand, what makes them smaller, what is said if it is short."""
+
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+import trustbatch
+from trustbatch.api import train
+from trustbatch.cli import main
+from trustbatch.config import Config, parse_config
+from trustbatch.errors import OutOfMemoryError
+from trustbatch.plan import Estimator, Lora, Setting, describe_plan, estimate_memory
+from trustbatch.plan.activations import measure_activations
+from trustbatch.plan.advice import advise
+from trustbatch.plan.hardware import Hardware, find_hardware
+from trustbatch.plan.key_values import GROWTH, PAGE, cached_tokens
+from trustbatch.plan.memory import GIB
+from trustbatch.plan.outline import ModelOutline
+from trustbatch.plan.shortage import is_shortage
+from trustbatch.tasks import build_task
+from trustbatch.types import Prompt
+
+# the tiny model: width 128, MLP 256, 2 layers, 4 heads of 32 for queries and for keys, 16 tokens
+LAYER = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128 + 2 * 32
+PRODUCTS = 2 * (4 * 128 * 128 + 3 * 128 * 256)
+AROUND = 16 * 128 + 128
+PARAMETERS = 2 * LAYER + AROUND
+HEAD = 16 * 128
+
+
+def config_of(folder: Path, **tables: object) -> Config:
+    return parse_config(
+        {
+            "model": {"name": str(folder)},
+            "task": {"name": "arithmetic", "level": 1},
+            "objective": {"name": "grpo"},
+            "rollout": {"prompts_per_step": 64, "samples_per_prompt": 8, "max_tokens": 100},
+            **tables,
+        }
+    )
+
+
+@pytest.fixture
+def config(tiny_folder: Path) -> Config:
+    return config_of(tiny_folder)
+
+
+def gpu(memory: float = 80 * GIB, num: int = 1, available: int = 1) -> Hardware:
+    return Hardware(
+        is_gpu=True, num_gpus=num, memory=memory, name="cuda", num_available=max(num, available)
+    )
+
+
+def estimator_of(config: Config, hardware: Hardware | None = None) -> Estimator:
+    return Estimator.of(config, hardware or gpu(), build_task("arithmetic", seed=0, level=1))
+
+
+def parts_of(estimator: Estimator, phase: str, setting: Setting | None = None) -> dict[str, float]:
+    return {part.name: part.num_bytes for part in estimator.plan(setting).phase(phase).parts}
+
+
+def test_outline_of_the_tiny_model(tiny_folder: Path) -> None:
+    outline = ModelOutline.read(str(tiny_folder))
+    assert outline.num_parameters == PARAMETERS == 330_496
+    assert outline.largest_layer == LAYER
+    assert outline.around_layers == AROUND
+    assert outline.decoded_weights == PRODUCTS + HEAD
+    assert outline.cached_numbers == 2 * 2 * 4 * 32
+    # q, k, v, o: 128 + 128 each; gate, up, down: 128 + 256 each
+    assert outline.adapter_parameters(8, None) == 2 * 8 * (4 * 256 + 3 * 384)
+    assert outline.adapter_parameters(8, ["q_proj", "down_proj"]) == 2 * 8 * (256 + 384)
+
+
+def test_what_layers_save_in_bfloat16(tiny_folder: Path) -> None:
+    measured = measure_activations(ModelOutline.read(str(tiny_folder)), precision=torch.bfloat16)
+    width, mlp, heads, dim = 128, 256, 4, 32
+    norm = 4 * width + 4 + 4 * width  # its input, the inverse root, the normed
+    inputs = 5 * 2 * width  # of q, k, v, gate and up, each rounded by itself
+    # as projected in float32, the inverse root, normed, rotated
+    queries = keys = (4 + 2 + 2) * heads * dim + 4 * heads
+    attention = 2 * heads * dim + 2 * heads * dim + 4 * heads  # value, output, normaliser
+    in_mlp = 4 * 2 * mlp  # gate, silu(gate), up, their product
+    assert measured.layer == 2 * norm + inputs + queries + keys + attention + in_mlp
+    assert measured.rounded_layer == 2 * (4 * 128 * 128 + 3 * 128 * 256)
+    # the id, the last norm, the rotary embedding's cosines and sines
+    assert measured.around == 8 + norm + 2 * 4 * dim
+
+
+def test_float32_has_no_rounded_weights(tiny_folder: Path) -> None:
+    measured = measure_activations(ModelOutline.read(str(tiny_folder)), precision=None)
+    assert measured.rounded_layer == 0
+    assert measured.layer > 7992  # of bfloat16
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_estimate_is_what_autograd_saves_in_a_real_step(
+    tiny_folder: Path, checkpointing: bool
+) -> None:
+    """On the whole model: the peak of saved bytes with the layers measured one by one."""
+    from trustbatch.packing.layout import PackedLayout, Unit
+    from trustbatch.policy import Policy
+
+    policy = Policy.load(str(tiny_folder), device="cpu", precision="bfloat16")
+    if checkpointing:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.model.train()
+    num_tokens = 4 * 100
+    saved: dict[int, torch.Tensor] = {}
+    own = {parameter.data_ptr() for parameter in policy.model.parameters()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    layout = PackedLayout.of([Unit(100)] * 4)
+    ids = torch.zeros(num_tokens, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        policy.hidden_states(ids, layout, torch.arange(num_tokens))
+    found = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    config = config_of(tiny_folder, model={"name": str(tiny_folder), "precision": "bfloat16"})
+    estimator = estimator_of(config, gpu())
+    setting = replace(Setting.of(config), gradient_checkpointing=checkpointing)
+    of_layer = 0.0 if not checkpointing else estimator.activations.layer
+    expected = num_tokens * (estimator._saved_a_token(setting) - of_layer)
+    if checkpointing:
+        expected -= num_tokens * 2 * 4 * 32  # cosines and sines: held, but not through autograd
+    else:
+        expected += 2 * estimator.activations.rounded_layer
+    assert found == pytest.approx(expected, rel=0.03)
+
+
+def test_parts_of_one_gpu(config: Config) -> None:
+    estimator = estimator_of(config)
+    train = parts_of(estimator, "train")
+    tokens, longest = 4096, 4 + 100  # a prompt such as "1+2=" has 4
+    assert estimator.longest_sequence == longest
+    drawn = tokens * 100 / longest
+    saved = estimator.activations
+    assert train == {
+        "parameters": 4 * PARAMETERS,
+        "optimiser": 8 * PARAMETERS,
+        "gradients": 4 * PARAMETERS,  # of the micro-batches before
+        "engine's weights": 2 * (PRODUCTS + HEAD),
+        "activations": tokens * (2 * saved.layer + saved.around),
+        "rounded weights": 2 * PRODUCTS,
+        "log-probs": 1.5 * 4 * drawn * 16 + drawn * 128 * (4 + 4 + 2) + 4 * HEAD,
+    }
+    generate = parts_of(estimator, "generate")
+    # 512 rows of two pages and a scratch page; the pool of the first pages grows once, by half
+    first = 1 + 64 + 512
+    assert max(1 + 512 * 2, int(first * 1.5)) == 1025
+    cache = 1025 * 64 * 2 * 2 * 4 * 32 * 2
+    assert generate == {
+        "parameters": 4 * PARAMETERS,
+        "optimiser": 8 * PARAMETERS,
+        "gradients": 4 * PARAMETERS,
+        "engine's weights": 2 * (PRODUCTS + HEAD),
+        "keys and values": pytest.approx(cache * 1.25),  # one of two layers twice, keys or values
+        "logits": 2 * 4 * 512 * 16,
+        "prompts": 64 * 4 * saved.layer,
+    }
+
+
+def test_one_micro_batch_has_no_gradients_beside_its_activations(tiny_folder: Path) -> None:
+    config = config_of(
+        tiny_folder,
+        rollout={"prompts_per_step": 4, "samples_per_prompt": 2, "max_tokens": 100},
+    )
+    assert "gradients" not in parts_of(estimator_of(config), "train")
+
+
+def test_a_cpu_has_its_own_sizes(config: Config) -> None:
+    estimator = estimator_of(config, find_hardware(config, num_gpus=1))
+    train = parts_of(estimator, "train")
+    assert "rounded weights" not in train
+    assert train["engine's weights"] == 4 * (PRODUCTS + HEAD)
+    memory = Path("/proc/meminfo")
+    if memory.is_file():
+        total = re.search(r"MemTotal: +(\d+) kB", memory.read_text())
+        assert total is not None
+        assert estimator.hardware.capacity == pytest.approx(1024 * int(total[1]), rel=0.01)
+
+
+def test_reference_second_policies_and_vllm(tiny_folder: Path) -> None:
+    objective = {"name": "grpo", "reference_kl_coef": 0.1}
+    policies = [{"model": str(tiny_folder), "share": 0.5, "name": "other"}]
+    rollout = {"policies": policies}
+    train = parts_of(
+        estimator_of(config_of(tiny_folder, objective=objective, rollout=rollout)), "train"
+    )
+    assert train["reference"] == 4 * PARAMETERS
+    assert train["second policies"] == 4 * PARAMETERS + 2 * (PRODUCTS + HEAD)
+    vllm = {"engine": "vllm", "vllm": {"gpu_memory_utilisation": 0.3}}
+    config = config_of(tiny_folder, rollout=vllm)
+    estimator = estimator_of(config)
+    assert parts_of(estimator, "train")["vLLM"] == 0.3 * 80 * GIB
+    asleep = replace(Setting.of(config), vllm_sleeps=True)
+    assert "vLLM" not in parts_of(estimator, "train", asleep)
+    assert parts_of(estimator, "generate", asleep)["vLLM"] == 0.3 * 80 * GIB
+    vllm["vllm"]["devices"] = "1"  # type: ignore[index]
+    assert "vLLM" not in parts_of(estimator_of(config_of(tiny_folder, rollout=vllm)), "train")
+
+
+def test_ranks_divide_all_but_the_engine_s_model(config: Config) -> None:
+    estimator = estimator_of(config)
+    setting = replace(Setting.of(config), num_gpus=4)
+    train = parts_of(estimator, "train", setting)
+    assert train["parameters"] == PARAMETERS
+    assert train["optimiser"] == 2 * PARAMETERS
+    assert train["gradients"] == PARAMETERS
+    assert train["engine's weights"] == 2 * PARAMETERS
+    assert "rounded weights" not in train
+    # three layers and their gradients in bfloat16, two in float32; what is around, twice
+    assert train["gathered layers"] == (3 * 2 + 2 + 2 * 4) * LAYER + 2 * 4 * AROUND
+
+
+def test_each_technique_takes_less(config: Config) -> None:
+    estimator = estimator_of(config)
+    setting = Setting.of(config)
+    before = estimator.plan(setting).phase("train")
+    for changes in (
+        {"micro_batch_tokens": 2048},
+        {"gradient_checkpointing": True},
+        {"compiled": True},
+        {"eight_bit_optimiser": True},
+        {"lora": Lora(rank=4)},
+    ):
+        assert estimator.plan(replace(setting, **changes)).phase("train").total < before.total
+    offloaded = parts_of(estimator, "train", replace(setting, cpu_offload=True))
+    assert not {"parameters", "optimiser", "gradients"} & set(offloaded)
+
+
+def test_more_ranks_never_take_more_of_what_is_kept(config: Config) -> None:
+    estimator = estimator_of(config)
+    totals = [
+        sum(
+            parts_of(estimator, "train", replace(Setting.of(config), num_gpus=num))[name]
+            for name in ("parameters", "optimiser", "gradients")
+        )
+        for num in (1, 2, 4, 8)
+    ]
+    assert totals == [16 * PARAMETERS / num for num in (1, 2, 4, 8)]
+    caches = [
+        parts_of(estimator, "generate", replace(Setting.of(config), num_gpus=num))[
+            "keys and values"
+        ]
+        for num in (1, 2, 4, 8)
+    ]
+    assert caches == sorted(caches, reverse=True)
+    assert caches[0] > 7 * caches[-1]
+
+
+def test_the_pool_of_pages_grows_as_the_engine_s() -> None:
+    # 4 rows that share a prompt of two full pages: 1 + 2 + 4 pages at first, 11 at the end
+    few = {"num_prompts": 1, "rows_per_prompt": 4, "prompt_tokens": 128, "paged": True}
+    assert cached_tokens(**few, max_tokens=64) == 7 * 64
+    assert cached_tokens(**few, max_tokens=65) == 11 * 64  # 10.5 by growth
+    # half as much again is more than the fifth page of each row needs: 11, 16, 24
+    assert cached_tokens(**few, max_tokens=64 * 4 + 1) == 24 * 64
+    assert cached_tokens(**(few | {"paged": False}), max_tokens=65) == 128 + 4 * 65
+
+
+def test_pages_are_those_of_the_engine() -> None:
+    native = Path(trustbatch.__file__).parent / "rollout" / "native"
+    assert f"\nPAGE = {PAGE}\n" in (native / "kernels.py").read_text()
+    assert f"\nGROWTH = {GROWTH}\n" in (native / "paged_cache.py").read_text()
+
+
+def test_advice_takes_what_costs_least(config: Config) -> None:
+    estimator = estimator_of(config, gpu(available=2))
+    setting = Setting.of(config)
+    needed = estimator.plan(setting).needed
+
+    def of(limit: float) -> str:
+        return str(advise(estimator, setting, limit=limit))
+
+    assert of(0.95 * needed).startswith("set training.micro_batch_tokens = 2048, which saves about")
+    few = replace(setting, micro_batch_tokens=2048)
+    half, checkpointed = (
+        estimator.plan(each).needed for each in (few, replace(few, gradient_checkpointing=True))
+    )
+    sentence = str(advise(estimator, few, limit=0.99 * half))
+    saved = f"{(half - checkpointed) / 2**20:.1f} MiB"
+    assert sentence == f"set training.gradient_checkpointing = true, which saves about {saved}"
+    nothing = of(1.0)
+    assert "that still needs" in nothing
+    assert nothing.endswith("choose a smaller model or a device with more memory too")
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Config:
+    """A configuration of the size of Qwen3-0.6B; of the model there is no more than its config."""
+    shape = Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+    )
+    shape.save_pretrained(tmp_path / "large")
+    return config_of(tmp_path / "large", training={"micro_batch_tokens": 8192})
+
+
+def test_advice_on_a_larger_model(large: Config) -> None:
+    def of(gib: float, **devices: int) -> str:
+        hardware = gpu(gib * GIB, **devices)
+        estimator = estimator_of(large, hardware)
+        setting = Setting.of(large, num_gpus=hardware.num_gpus)
+        return str(advise(estimator, setting, limit=hardware.capacity))
+
+    # 30.5 GiB, of which 17.6 are activations and 10 parameters, gradients and states
+    assert of(24) == "set training.micro_batch_tokens = 4096, which saves about 9.3 GiB"
+    assert of(18).startswith("set training.gradient_checkpointing = true, which saves about 16.")
+    assert "train on 2 GPUs (torchrun --nproc-per-node=2)" in of(10, available=4)
+    assert of(12).startswith(
+        'set training.gradient_checkpointing = true and training.optimiser = "adamw_8bit", which'
+    )
+    assert "model.lora.rank = 32" in of(8)
+    assert "training.cpu_offload = true" in of(6)
+    last = of(3)
+    assert "adamw_8bit" not in last  # adapters have few states
+    assert "; that still needs 2.9 GiB, so choose a smaller model" in last
+
+
+def test_advice_for_one_phase(config: Config) -> None:
+    estimator = estimator_of(config)
+    setting = Setting.of(config)
+    limit = 0.99 * estimator.plan(setting).phase("generate").needed
+    advice = advise(estimator, setting, limit=limit, phase="generate")
+    assert "micro_batch_tokens" not in str(advice)
+
+
+def test_the_plan_says_what_to_change(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(
+        config.to_toml().replace("micro_batch_tokens = 4096", "micro_batch_tokens = 200000")
+    )
+    # 51,200 tokens of 17 KB are nearly a GiB; of the smallest GPU nothing is left for torch
+    plan = ["train", str(file), "--dry-run", "--gpu-memory"]
+    assert main([*plan, "1"]) == 0
+    assert "does not fit: needs " in capsys.readouterr().out
+    assert main([*plan, "1.5"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "set training.micro_batch_tokens = 25000, which saves about" in printed
+    assert main([*plan, "80", "--gpus", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "parameters on 8 x cuda (80.0 GiB)" in printed
+    assert "fits: needs" in printed
+    assert "on each GPU, with prompts of up to 4 tokens" in printed
+    assert main(["train", str(file), "--gpus", "8"]) == 2
+    assert "are for --dry-run" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_cache_that_is_larger_than_the_gpu_makes_sequences_wait(tiny_folder: Path) -> None:
+    config = config_of(
+        tiny_folder,
+        rollout={
+            "prompts_per_step": 64,
+            "samples_per_prompt": 64,
+            "max_tokens": 1000,
+            "max_sequences": 4096,
+        },
+    )
+    printed = describe_plan(config, hardware=gpu(4 * GIB))
+    assert "fits: needs" in printed
+    assert "some sequences wait" in printed
+    assert "prompts of up to 256 tokens, which is assumed" in printed
+
+
+def test_estimate_from_python(config: Config) -> None:
+    plan = estimate_memory(config, num_gpus=2, gpu_memory=80 * GIB)
+    assert plan.fits
+    assert plan.num_gpus == 2
+    assert plan.needed == max(phase.needed for phase in plan.phases)
+    assert math.isclose(plan.capacity, 80 * GIB * 0.96 - GIB)
+
+
+class Failing:
+    """A task that fails once, while a batch is drawn."""
+
+    name = "failing"
+
+    def __init__(self, error: Exception) -> None:
+        self.errors = [error]
+
+    def prompt(self, index: int) -> Prompt:
+        if index == 31 and self.errors:
+            raise self.errors.pop()
+        return build_task("arithmetic", seed=0, level=1).prompt(index)
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("in the words of another version"), MemoryError()],
+)
+def test_no_memory_while_drawing(tiny_folder: Path, tmp_path: Path, error: Exception) -> None:
+    sentence = (
+        r"ran out in the generate phase with [\d.]+ [MG]iB in use: "
+        r"it needs about [\d.]+ MiB of [\d.]+ GiB, so (set|choose) "
+    )
+    with pytest.raises(OutOfMemoryError, match=sentence):
+        train(
+            model=tiny_folder,
+            task=Failing(error),
+            rollout={"prompts_per_step": 32, "max_tokens": 4},
+            run={"folder": str(tmp_path)},
+        )
+
+
+def test_other_errors_stay_as_they_are(tiny_folder: Path, tmp_path: Path) -> None:
+    assert not is_shortage(RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        train(
+            model=tiny_folder,
+            task=Failing(RuntimeError("shapes do not match")),
+            rollout={"prompts_per_step": 32, "max_tokens": 4},
+            run={"folder": str(tmp_path)},
+        )
+
+
+LIMITED = """
+import resource, sys
+from trustbatch.cli import main
+from trustbatch.training.trainer import Trainer
+
+train = Trainer.train
+
+def with_little_memory(*arguments):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20,) * 2)
+    return train(*arguments)
+
+Trainer.train = with_little_memory
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="needs Linux's /proc")
+def test_a_machine_without_memory(tiny_folder: Path, tmp_path: Path) -> None:
+    """A real refusal of the allocator, in a process that may have little more than before."""
+    config = config_of(
+        tiny_folder,
+        rollout={
+            "prompts_per_step": 128,
+            "samples_per_prompt": 8,
+            "max_tokens": 32,
+        },
+        training={"steps": 1, "micro_batch_tokens": 1_000_000},
+        run={"folder": str(tmp_path)},
+    )
+    file = tmp_path / "config.toml"
+    file.write_text(config.to_toml())
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, "train", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2, said
+    assert "Traceback" not in said
+    assert "error: Memory ran out in the train phase with " in said
+    assert "so set training.micro_batch_tokens = " in said
+    assert "which saves about" in said
