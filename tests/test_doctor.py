@@ -162,9 +162,9 @@ class Noisy(NativeEngine):
 class Leaky(Policy):
     """A trainer whose log-probs depend on how many tokens are computed together."""
 
-    def logits_at(self, input_ids: Tensor, packed: PackedLayout | None, at: Tensor) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, packed: PackedLayout | None, at: Tensor) -> Tensor:
         """Scale the logits with the number of tokens."""
-        return super().logits_at(input_ids, packed, at) * (1.0 + 2e-5 * len(at))
+        return super().hidden_states(input_ids, packed, at) * (1.0 + 2e-5 * len(at))
 
 
 def spoil(policy: Policy) -> None:
