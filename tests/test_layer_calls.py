@@ -64,6 +64,16 @@ def test_a_recomputed_layer_keeps_its_input_alone(policy: Policy) -> None:
     assert sizes[1] < 0.2 * sizes[0]
 
 
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_the_trainer_recomputes_layers_where_it_is_asked_to(
+    policy: Policy, sequences: list[TrainSequence], is_recomputed: bool
+) -> None:
+    calls = []
+    policy.model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    make_trainer(policy, gradient_checkpointing=is_recomputed).train(sequences)
+    assert len(calls) == (2 if is_recomputed else 1)
+
+
 def test_nothing_of_it_is_seen_in_a_saved_model(policy: Policy, tmp_path: Path) -> None:
     names = [*policy.model.state_dict()]
     policy.save(tmp_path / "before")
