@@ -78,12 +78,9 @@ class LlamaDecoder:
 
     joins_running = True
 
-    def __init__(
-        self, architecture: Architecture, *, precision: str, pad_token_id: int, max_rows: int
-    ) -> None:
+    def __init__(self, architecture: Architecture, *, precision: str, max_rows: int) -> None:
         model = architecture.model
         self.architecture = architecture
-        self.pad_token_id = pad_token_id
         self.max_rows = max_rows
         self.embedding: Tensor = model.model.embed_tokens.weight
         self.device = self.embedding.device

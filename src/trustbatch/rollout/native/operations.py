@@ -17,9 +17,7 @@ def add_rms_norm(
         residual += delta
     # functional.rms_norm says the same in twice as many operations
     length = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
-    mean_square = torch.addcmul(
-        _constant(epsilon), length, length, value=1 / residual.shape[-1]
-    )
+    mean_square = torch.addcmul(_constant(epsilon), length, length, value=1 / residual.shape[-1])
     return (residual * mean_square.rsqrt_()).mul_(weight).to(dtype)
 
 

@@ -19,13 +19,18 @@ class PromptBlock:
 
     Rows of one prompt are adjacent, and all rows of the block have drawn the same number of tokens.
 
-    KV heads come first in every tensor. So [KV, n, ...] of the rows is, without a copy, also
+    KV heads come before rows in every tensor. So [KV, n, ...] of the rows is, without a copy, also
     [KV P, M, ...] of the prompts, where each of the P prompts has M rows; where some have fewer,
     the rows are copied into P M cells.
     """
 
     def __init__(
-        self, lengths: list[int], copies: list[int], heads: Heads, num_layers: int, dtype: torch.dtype
+        self,
+        lengths: list[int],
+        copies: list[int],
+        heads: Heads,
+        num_layers: int,
+        dtype: torch.dtype,
     ) -> None:
         self.heads = heads
         self.dtype = dtype
@@ -34,8 +39,10 @@ class PromptBlock:
         self.num_drawn = 0
         self.prompts: list[Tensor] = []
         """each layer's [2, KV heads, P, L, D], keys and values"""
-        own_shape = (2, heads.num_kv, self.num_rows, SMALLEST_CAPACITY, heads.dim)
+        own_shape = (2, SMALLEST_CAPACITY, heads.num_kv, self.num_rows, heads.dim)
         self.own = [torch.empty(own_shape, dtype=dtype) for _ in range(num_layers)]
+        """each layer's [2, capacity, KV heads, n, D]; tokens outermost, so that what is read lies
+        in one piece: with room for more between the rows, products take twice as long"""
         self._arrange()
 
     @property
@@ -54,10 +61,10 @@ class PromptBlock:
 
     def reserve(self, num_steps: int) -> None:
         """Make room for so many more tokens in every row."""
-        capacity = self.own[0].shape[3]
+        capacity = self.own[0].shape[1]
         missing = self.num_drawn + num_steps - capacity
         if missing > 0:
-            room = (0, 0, 0, max(capacity, missing))
+            room = (0, 0, 0, 0, 0, 0, 0, max(capacity, missing))
             self.own = [functional.pad(part, room) for part in self.own]
 
     def keep(self, index: list[int]) -> None:
@@ -68,7 +75,7 @@ class PromptBlock:
             self.lengths = [self.lengths[prompt] for prompt in prompts]
             self.prompts = [part[:, :, prompts] for part in self.prompts]
         if len(index) < self.num_rows:
-            self.own = [part[:, :, index] for part in self.own]
+            self.own = [part[:, :, :, index] for part in self.own]
         number_of = {prompt: number for number, prompt in enumerate(prompts)}
         self.prompt_of_row = [number_of[prompt] for prompt in kept]
         self._arrange()
@@ -82,9 +89,9 @@ class PromptBlock:
         group = num_query // num_kv
         own = self.own[layer]
         new = rows[:, num_query:].view(-1, 2, num_kv, dim)
-        own[:, :, :, self.num_drawn] = new.permute(1, 2, 0, 3)
-        own_keys, own_values = own[:, :, :, : self.num_drawn + 1].flatten(1, 2).unbind()
-        keys, values = self.prompts[layer].flatten(1, 2).unbind()
+        own[:, self.num_drawn] = new.permute(1, 2, 0, 3)
+        own_keys, own_values = own[:, : self.num_drawn + 1].flatten(2, 3).transpose(1, 2)
+        keys, values = self.prompts[layer].flatten(1, 2)
         length = keys.shape[1]
 
         query = rows[:, :num_query].view(-1, num_kv, group, dim).transpose(0, 1).contiguous()
