@@ -179,7 +179,6 @@ class NativeEngine:
             return LlamaDecoder(
                 architecture,
                 precision=self.precision,
-                pad_token_id=policy.pad_token_id,
                 max_rows=self.max_sequences,
             )
         if self.precision != policy.precision:

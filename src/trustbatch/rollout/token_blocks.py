@@ -25,12 +25,13 @@ class VocabularyBlocks:
         if logits.is_cuda:
             from trustbatch.rollout.native.kernels import block_statistics
 
+            # [B, V / BLOCK] maxima of logits / temperature, and sums of exp(that - maximum)
             self.maxima, sums = block_statistics(self.logits, temperature)
+            self.largest = self.maxima.amax(-1, keepdim=True)
+            self.masses = sums.double() * (self.maxima - self.largest).double().exp()
         else:
-            self.maxima, sums = _block_statistics(self.logits, temperature)
-        # [B, V / BLOCK] maxima of logits / temperature, and sums of exp(that - maximum)
-        self.largest = self.maxima.amax(-1, keepdim=True)
-        self.masses = sums.double() * (self.maxima - self.largest).double().exp()
+            self.maxima, self.masses = _block_masses(self.logits, temperature)
+            self.largest = self.maxima.amax(-1, keepdim=True)
         self.normaliser = self.largest + self.masses.sum(-1, keepdim=True).log().float()
 
     def logp(self, token_ids: Tensor) -> Tensor:
@@ -67,12 +68,15 @@ class VocabularyBlocks:
         return self.logits.gather(1, index).squeeze(1).float() / self.temperature
 
 
-def _block_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _block_masses(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return maxima of blocks [B, n, BLOCK], and sums of exp(logit - largest of the row)."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     maxima = scaled.amax(-1)
-    # a block of excluded tokens only has maximum -inf, and sum 0
-    finite = maxima.masked_fill(maxima == -torch.inf, 0.0)
-    return maxima, (scaled - finite[:, :, None]).exp_().sum(-1)
+    # softmax is the one operation that reads and writes the logits once on a CPU
+    shares = scaled.flatten(1).softmax(-1).view(scaled.shape)
+    best = maxima.argmax(-1)[:, None, None].expand(-1, 1, BLOCK)
+    largest_share = shares.gather(1, best).amax(-1)
+    return maxima, shares.sum(-1).double() / largest_share.double()
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trustbatch.padding import pad_right
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.architecture import Architecture
 from trustbatch.rollout.native.cache import Cache, HeadNorms
 from trustbatch.rollout.native.dense_cache import DenseCache
 from trustbatch.rollout.native.linear import Linear, build_linear
+from trustbatch.rollout.native.packed_prompts import pack_prompts
 
 ROTARY_STEP = 1024
 """positions by which the table of rotary embeddings grows"""
@@ -78,12 +78,9 @@ class LlamaDecoder:
 
     joins_running = True
 
-    def __init__(
-        self, architecture: Architecture, *, precision: str, pad_token_id: int, max_rows: int
-    ) -> None:
+    def __init__(self, architecture: Architecture, *, precision: str, max_rows: int) -> None:
         model = architecture.model
         self.architecture = architecture
-        self.pad_token_id = pad_token_id
         self.max_rows = max_rows
         self.embedding: Tensor = model.model.embed_tokens.weight
         self.device = self.embedding.device
@@ -124,32 +121,34 @@ class LlamaDecoder:
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]], copies: list[int]) -> Tensor:
         """Add copies[p] rows that continue prompt p; return the logits [P, V] after each prompt."""
-        lengths = [len(prompt) for prompt in prompts]
-        self._extend_rotary(max(lengths))
-        self.cache.add_prompts(lengths, copies)
-        token_ids = pad_right(prompts, self.pad_token_id).to(self.device)
-        num_prompts, length = token_ids.shape
+        packed = pack_prompts(prompts, self.device)
+        self._extend_rotary(packed.longest)
+        cosines, sines = (part[packed.position_of_row][:, None] for part in self.rotary)
+        self.cache.add_prompts([len(prompt) for prompt in prompts], copies)
+        heads = self.architecture.heads
+        num_rotated = heads.num_query + heads.num_kv
 
         def attend(number: int, qkv: Tensor, norms: HeadNorms | None) -> Tensor:
-            cosines, sines = (part[:length].repeat(num_prompts, 1)[:, None] for part in self.rotary)
-            heads = operations.split_and_rotate(
-                qkv, (cosines, sines), self.architecture.heads, norms
-            )
+            parts = operations.split_heads(qkv, heads, norms)
+            rotated = operations.rotate(parts[:, :num_rotated], cosines, sines, self.dtype)
             query, key, value = (
-                part.unflatten(0, (num_prompts, length)).transpose(1, 2) for part in heads
+                part[packed.row_of_token].transpose(1, 2)
+                for part in (
+                    rotated[:, : heads.num_query],
+                    rotated[:, heads.num_query :],
+                    parts[:, num_rotated:].to(self.dtype),
+                )
             )
             self.cache.store_prompts(number, key, value)
             # padding is on the right, where no token looks
             out = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=True
             )
-            return out.transpose(1, 2).reshape(num_prompts * length, -1)
+            return out.transpose(1, 2).flatten(0, 1)[packed.token_of_row].flatten(1)
 
-        residual, delta = self._layers(token_ids.flatten(), attend)
+        residual, delta = self._layers(packed.token_ids, attend)
         self.cache.finish_prompts()
-        last = torch.tensor(lengths, device=self.device) - 1
-        last += torch.arange(num_prompts, device=self.device) * length
-        return self._logits(residual[last], delta[last])
+        return self._logits(residual[packed.last_rows], delta[packed.last_rows])
 
     def reserve(self, num_steps: int) -> None:
         """Make room for so many more tokens in every row."""

@@ -64,6 +64,7 @@ class PackedLinear:
 
     def refresh(self) -> None:
         """Re-order the present weights."""
+        self.packed = torch.empty(0)  # the memory that the last ones took is used again
         weight, self.bias = _joined(self.layers, torch.float32)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, self.ROWS_EXPECTED)
 
@@ -197,7 +198,8 @@ def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool =
 
 def _joined(layers: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return weights and biases of all layers, one below the other."""
-    weight = torch.cat([present_weight(layer).to(dtype) for layer in layers])
+    weights = [present_weight(layer).to(dtype) for layer in layers]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     if all(layer.bias is None for layer in layers):
         return weight, None
     biases = [

@@ -1,5 +1,7 @@
 """What lies between two matrix products, in plain torch: for CPUs, and to check the kernels by."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,7 +15,10 @@ def add_rms_norm(
     """Add `delta` to the residual stream [n, h] in place, and return its norm in `dtype`."""
     if delta is not None:
         residual += delta
-    return functional.rms_norm(residual, residual.shape[-1:], weight, epsilon).to(dtype)
+    # functional.rms_norm says the same in twice as many operations
+    length = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
+    mean_square = torch.addcmul(_constant(epsilon), length, length, value=1 / residual.shape[-1])
+    return (residual * mean_square.rsqrt_()).mul_(weight).to(dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -22,24 +27,24 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def split_and_rotate(
-    qkv: Tensor, rotary: tuple[Tensor, Tensor], heads: Heads, norms: HeadNorms | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [n, (H + 2 KV) D] into query, key and value [n, heads, D]; rotate the first two.
+def split_heads(qkv: Tensor, heads: Heads, norms: HeadNorms | None) -> Tensor:
+    """Return [n, H + 2 KV, D], query, key and value heads, of [n, (H + 2 KV) D]."""
+    parts = qkv.view(len(qkv), heads.num_query + 2 * heads.num_kv, heads.dim)
+    if norms is None:
+        return parts
+    query, key, value = parts.split([heads.num_query, heads.num_kv, heads.num_kv], dim=1)
+    query = _rms_norm(query, heads.epsilon) * norms.query
+    key = _rms_norm(key, heads.epsilon) * norms.key
+    return torch.cat([query, key, value], dim=1)
 
-    rotary: cosines and sines of each token's position, [n, 1, D], or [n, H + KV, D] where the heads
-    are scaled too.
-    """
-    num_rotated = heads.num_query + heads.num_kv
-    parts = qkv.view(len(qkv), num_rotated + heads.num_kv, heads.dim)
-    rotated, value = parts[:, :num_rotated], parts[:, num_rotated:]
-    if norms is not None:
-        normed = _rms_norm(rotated, heads.epsilon)
-        query, key = normed[:, : heads.num_query], normed[:, heads.num_query :]
-        rotated = torch.cat([query * norms.query, key * norms.key], dim=1)
-    cosines, sines = rotary
-    rotated = (rotated * cosines).addcmul_(_rotate_half(rotated), sines).to(qkv.dtype)
-    return rotated[:, : heads.num_query], rotated[:, heads.num_query :], value
+
+def rotate(part: Tensor, cosines: Tensor, sines: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn heads [n, heads, D] by the angles of their tokens' positions, [n, heads or 1, D]."""
+    half = part.shape[-1] // 2
+    turned = part * cosines
+    turned[..., :half].addcmul_(part[..., half:], sines[..., :half], value=-1)
+    turned[..., half:].addcmul_(part[..., :half], sines[..., half:])
+    return turned.to(dtype)
 
 
 def _rms_norm(part: Tensor, epsilon: float) -> Tensor:
@@ -48,6 +53,6 @@ def _rms_norm(part: Tensor, epsilon: float) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(part.dtype)
 
 
-def _rotate_half(part: Tensor) -> Tensor:
-    first, second = part.chunk(2, dim=-1)
-    return torch.cat([-second, first], dim=-1)
+@cache
+def _constant(value: float) -> Tensor:
+    return torch.tensor(value)
