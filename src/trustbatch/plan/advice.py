@@ -81,7 +81,7 @@ def advise(
             chosen[change.field] = change
             current = after
     # what came later may have made it needless
-    as_good = max(limit, current + WORTH_SAYING * before)
+    as_good = limit if current <= limit else current + WORTH_SAYING * before
     for field in list(chosen):
         rest = {name: change for name, change in chosen.items() if name != field}
         if needed(rest) <= as_good:
