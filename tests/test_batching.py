@@ -5,61 +5,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from train_sequences import make_completion, make_sequence
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.batching.samples import mini_batches, to_sequences
-from trustbatch.types import (
-    Completion,
-    FinishReason,
-    Prompt,
-    Provenance,
-    RolloutGroup,
-    TrainSequence,
-)
+from trustbatch.batching.units import ATTENTION_CATCHES_UP
+from trustbatch.types import Prompt, RolloutGroup, TrainSequence
 
-PROVENANCE = Provenance(
-    policy="p",
-    version=0,
-    engine="native",
-    precision="float32",
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    logprob_mode="processed",
-)
 PAD = 999
 
 
-def make_completion(token_ids: list[int], *, sample: int = 0, top: int = 0) -> Completion:
-    tokens = torch.tensor(token_ids)
-    return Completion(
-        prompt_id="p",
-        sample=sample,
-        token_ids=tokens,
-        behaviour_logp=-tokens.float() / 10,
-        top_token_ids=tokens[:, None] + torch.arange(top) if top else None,
-        behaviour_top_logp=-tokens[:, None].float() - torch.arange(top) if top else None,
-        finish_reason=FinishReason.STOP,
-        provenance=PROVENANCE,
-        text="",
-    )
+def batches_of(
+    sequences: list[TrainSequence], *, packs: bool = True, share: bool = False, **options: int
+) -> list[MicroBatch]:
+    settings = {"max_tokens": 100, "pad_token_id": PAD} | options
+    return micro_batches(sequences, packs=packs, may_share_prompts=share, **settings)
 
 
-def make_sequence(prompt: list[int], response: list[int], advantage: float) -> TrainSequence:
-    return TrainSequence(
-        prompt_token_ids=tuple(prompt),
-        completion=make_completion(response, top=2),
-        advantage=advantage,
-    )
-
-
-def test_layout_by_hand() -> None:
+def test_packed_layout_by_hand() -> None:
     sequences = [make_sequence([5], [7], 2.0), make_sequence([5, 6], [7, 8], -1.0)]
-    (batch,) = micro_batches(sequences, max_tokens=100, pad_token_id=PAD)
-    # longest first; the last token of a response is no input; row 1 has two places of padding
-    assert batch.input_ids.tolist() == [[5, 6, 7], [5, PAD, PAD]]
-    assert batch.prompts is None
-    assert batch.row.tolist() == [0, 0, 1]
-    assert batch.column.tolist() == [1, 2, 0]
+    (batch,) = batches_of(sequences)
+    # longest first; the last token of a response is no input
+    assert batch.input_ids.tolist() == [5, 6, 7, 5]
+    assert batch.packed is not None
+    assert batch.packed.position_ids.tolist() == [0, 1, 2, 0]
+    assert batch.sequence.tolist() == [0, 0, 1]
+    assert batch.index.tolist() == [1, 2, 3]
     assert batch.target.tolist() == [7, 8, 7]
     assert batch.advantage.tolist() == [-1.0, -1.0, 2.0]
     torch.testing.assert_close(batch.behaviour_logp, torch.tensor([-0.7, -0.8, -0.7]))
@@ -69,6 +39,16 @@ def test_layout_by_hand() -> None:
     assert batch.behaviour_top_logp.tolist() == [[-7, -8], [-8, -9], [-7, -8]]
 
 
+def test_padded_layout_by_hand() -> None:
+    sequences = [make_sequence([5], [7], 2.0), make_sequence([5, 6], [7, 8], -1.0)]
+    (batch,) = batches_of(sequences, packs=False, share=True)  # rows share nothing
+    assert batch.input_ids.tolist() == [[5, 6, 7], [5, PAD, PAD]]
+    assert batch.packed is None
+    assert batch.index.tolist() == [1, 2, 3]
+    assert batch.target.tolist() == [7, 8, 7]
+    assert batch.sequence.tolist() == [0, 0, 1]
+
+
 def test_shared_layout_by_hand() -> None:
     sequences = [
         make_sequence([5, 6, 9], [7, 8], 1.0),
@@ -76,20 +56,14 @@ def test_shared_layout_by_hand() -> None:
         make_sequence([5, 6, 9], [8], 3.0),
         make_sequence([5, 6, 9], [3, 2, 1], 4.0),
     ]
-    (batch,) = micro_batches(sequences, max_tokens=100, pad_token_id=PAD, may_share_prompts=True)
-    assert batch.prompts is not None
-    assert batch.prompts.input_ids.tolist() == [[5, 6, 9], [PAD, PAD, 4]]
-    assert batch.prompts.mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-    # groups stay together
-    assert batch.prompts.of_row.tolist() == [0, 0, 0, 1]
-    assert batch.input_ids.tolist() == [[7, PAD], [PAD, PAD], [3, 2], [PAD, PAD]]
+    (batch,) = batches_of(sequences, share=True)
+    assert batch.input_ids.tolist() == [5, 6, 9, 7, 3, 2, 4]
+    assert batch.packed is not None
+    assert batch.packed.position_ids.tolist() == [0, 1, 2, 3, 3, 4, 0]
     assert batch.target.tolist() == [7, 8, 8, 3, 2, 1, 7]
-    assert batch.row.tolist() == [0, 0, 1, 2, 2, 2, 3]
-    assert batch.column.tolist() == [0, 1, 0, 0, 1, 2, 0]
+    assert batch.sequence.tolist() == [0, 0, 1, 2, 2, 2, 3]
+    assert batch.index.tolist() == [2, 3, 2, 2, 4, 5, 6]
     assert batch.advantage.tolist() == [1.0, 1.0, 3.0, 4.0, 4.0, 4.0, 2.0]
-    moved = batch.to(torch.device("cpu")).prompts
-    assert moved is not None
-    assert torch.equal(moved.mask, batch.prompts.mask)
 
 
 @pytest.mark.parametrize(
@@ -110,82 +84,140 @@ def test_prompts_are_shared_where_that_pays(
         for number in range(2)
         for _ in range(samples)
     ]
-    options = {"max_tokens": 10**9, "pad_token_id": PAD}
-    (batch,) = micro_batches(sequences, may_share_prompts=True, **options)
-    assert (batch.prompts is not None) == shared
-    (batch,) = micro_batches(sequences, may_share_prompts=False, **options)
-    assert batch.prompts is None
+    for share in (True, False):
+        (batch,) = batches_of(sequences, share=share, max_tokens=10**9)
+        computed = samples * (response - 1) + prompt * (1 if shared and share else samples)
+        assert len(batch.input_ids) == 2 * computed
 
 
 def test_groups_that_share_their_prompt_keep_to_the_budget() -> None:
     sequences = [make_sequence([n] * 9, [1, 2], 0.0) for n in range(4) for _ in range(3)]
-    # a group is 3 rows of 11 tokens
-    for max_tokens, sizes in ((66, [6, 6]), (22, [2, 1, 2, 1, 2, 1, 2, 1]), (1, [1] * 12)):
-        batches = micro_batches(
-            sequences, max_tokens=max_tokens, pad_token_id=PAD, may_share_prompts=True
-        )
-        assert all(batch.prompts is not None for batch in batches)
-        assert [len(batch.input_ids) for batch in batches] == sizes
+    # a group is a prompt of 9 and three responses of one input token
+    for max_tokens, sizes in ((24, [6, 6]), (12, [3] * 4), (11, [2, 1] * 4), (1, [1] * 12)):
+        batches = batches_of(sequences, share=True, max_tokens=max_tokens)
+        assert sorted(len(batch.policies) for batch in batches) == sorted(sizes)
 
 
-def flatten(batches: list[MicroBatch]) -> list[tuple[tuple[int, ...], float, float]]:
-    """Every sequence as (its visible tokens, first behaviour log-prob, advantage)."""
+def flatten(batches: list[MicroBatch]) -> list[tuple[float, list[int], list[int], list[float]]]:
+    """Every sequence as its number, the tokens it is predicted from, those predicted, and logp."""
     found = []
     for batch in batches:
-        for row in range(len(batch.input_ids)):
-            mine = batch.row == row
-            inputs = batch.input_ids[row][batch.input_ids[row] != PAD].tolist()
-            visible = [*inputs, int(batch.target[mine][-1])]
+        inputs = batch.input_ids.flatten()
+        for number in range(len(batch.policies)):
+            own = batch.sequence == number
             found.append(
                 (
-                    tuple(visible),
-                    float(batch.behaviour_logp[mine][0]),
-                    float(batch.advantage[mine][0]),
+                    float(batch.advantage[own][0]),
+                    inputs[batch.index[own]].tolist(),
+                    batch.target[own].tolist(),
+                    batch.behaviour_logp[own].tolist(),
                 )
             )
     return sorted(found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=12),
     st.integers(1, 60),
+    st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
 )
-def test_packing_loses_nothing_and_keeps_to_the_budget(
-    lengths: list[tuple[int, int]], max_tokens: int
+def test_any_division_loses_nothing_and_keeps_to_the_budget(
+    drawn: list[tuple[int, int]], max_tokens: int, num_ranks: int, share: bool, packs: bool
 ) -> None:
     draw = random.Random(0)
+    prompts = [[draw.randrange(50) for _ in range(length)] for length in (1, 4, 9, 2)]
     sequences = [
-        make_sequence(
-            [draw.randrange(50) for _ in range(prompt)],
-            [draw.randrange(50) for _ in range(response)],
-            float(number),
-        )
-        for number, (prompt, response) in enumerate(lengths)
+        make_sequence(prompts[prompt], [draw.randrange(50) for _ in range(length)], float(number))
+        for number, (prompt, length) in enumerate(drawn)
     ]
-    batches = micro_batches(sequences, max_tokens=max_tokens, pad_token_id=PAD)
-    whole = micro_batches(sequences, max_tokens=10**9, pad_token_id=PAD)
-    assert len(whole) == 1
-    assert flatten(batches) == flatten(whole)
-    for batch in batches:
-        assert batch.input_ids.numel() <= max_tokens or len(batch.input_ids) == 1
-        # the logits at `column` are those that predict `target`, one place further on
-        padded = torch.cat([batch.input_ids, torch.full((len(batch.input_ids), 1), PAD)], dim=1)
-        following = padded[batch.row, batch.column + 1]
-        is_last = torch.cat([batch.row[1:] != batch.row[:-1], torch.tensor([True])])
-        assert torch.equal(following[~is_last], batch.target[~is_last])
-        assert (following[is_last] == PAD).all()
+    ranks = [
+        batches_of(
+            sequences,
+            packs=packs,
+            share=share,
+            max_tokens=max_tokens,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+        for rank in range(num_ranks)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    everything = [batch for batches in ranks for batch in batches]
+    # each response token is predicted by the one before it
+    expected = [
+        (
+            s.advantage,
+            [s.prompt_token_ids[-1], *s.completion.token_ids[:-1].tolist()],
+            s.completion.token_ids.tolist(),
+            s.completion.behaviour_logp.tolist(),
+        )
+        for s in sequences
+    ]
+    assert flatten(everything) == expected
+    for batch in everything:
+        assert batch.input_ids.numel() <= max_tokens or len(batch.policies) <= 1
+        if not batch.policies:
+            assert batch.input_ids.numel() == 1
+            assert len(batch.target) == 0
+    if len(sequences) >= num_ranks and not share:
+        assert all(any(batch.policies for batch in batches) for batches in ranks) or not packs
+
+
+def test_packing_fills_micro_batches_evenly_and_nearly_to_the_brim() -> None:
+    draw = random.Random(1)
+    sequences = [
+        make_sequence([1] * 50, [2] * draw.randint(10, 900), float(number)) for number in range(300)
+    ]
+    batches = batches_of(sequences, max_tokens=8192)
+    sizes = [len(batch.input_ids) for batch in batches]
+    assert len(batches) == -(-sum(sizes) // 8192)  # the fewest that are possible
+    assert max(sizes) - min(sizes) < 100
+
+
+def costs_of_rounds(lengths: list[int], max_tokens: int) -> tuple[list[list[float]], list[int]]:
+    """What each of four ranks has to do in each round, and its number of sequences."""
+    sequences = [make_sequence([1], [2] * n, float(i)) for i, n in enumerate(lengths)]
+    costs, counts = [], []
+    for rank in range(4):
+        own = batches_of(sequences, max_tokens=max_tokens, rank=rank, num_ranks=4)
+        runs = [batch.sequence.bincount().double() for batch in own]
+        costs.append([float((n + n**2 / ATTENTION_CATCHES_UP).sum()) for n in runs])
+        counts.append(sum(len(batch.policies) for batch in own))
+    return costs, counts
+
+
+def test_ranks_get_equal_cost_not_equal_counts() -> None:
+    draw = random.Random(2)
+    lengths = [12000] * 5 + [draw.randint(100, 500) for _ in range(200)]
+    costs, counts = costs_of_rounds(lengths, max_tokens=32768)
+    totals = [sum(rounds) for rounds in costs]
+    assert max(totals) < 1.02 * min(totals)
+    assert max(counts) > 10 * min(counts)
+
+
+def test_ranks_do_not_wait_for_each_other_in_any_round() -> None:
+    draw = random.Random(3)
+    lengths = [min(int(draw.paretovariate(0.9) * 200), 8000) for _ in range(256)]
+    costs, _ = costs_of_rounds(lengths, max_tokens=8192)
+    totals = [sum(rounds) for rounds in costs]
+    assert max(totals) < 1.02 * min(totals)
+    assert len(costs[0]) > 4
+    waited = sum(max(each) for each in zip(*costs, strict=True))
+    assert waited < 1.05 * sum(totals) / 4
 
 
 def test_top_tokens_are_left_out_unless_all_sequences_have_them() -> None:
     with_top = make_sequence([1], [2], 0.0)
     without = TrainSequence(prompt_token_ids=(1,), completion=make_completion([2]), advantage=0.0)
-    (batch,) = micro_batches([with_top, without], max_tokens=100, pad_token_id=PAD)
-    assert batch.top_token_ids is None
-    assert batch.behaviour_top_logp is None
-    moved = batch.to(torch.device("cpu"))
-    assert moved.top_token_ids is None
-    assert torch.equal(moved.input_ids, batch.input_ids)
+    # also where they are in different micro-batches: a step uses them or does not
+    for max_tokens in (100, 1):
+        for batch in batches_of([with_top, without], max_tokens=max_tokens):
+            assert batch.top_token_ids is None
+            assert batch.behaviour_top_logp is None
+            assert batch.to(torch.device("cpu")).top_token_ids is None
 
 
 def test_advantages_reach_their_completions() -> None:

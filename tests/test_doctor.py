@@ -19,6 +19,7 @@ from trustbatch.cli import main
 from trustbatch.config import Config, parse_config
 from trustbatch.doctor.examine import Examination, examine
 from trustbatch.doctor.verdict import Status, Verdict, judge
+from trustbatch.packing.layout import PackedLayout
 from trustbatch.policy import Policy
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.rollout.sampling import sampling_logprobs
@@ -159,11 +160,11 @@ class Noisy(NativeEngine):
 
 
 class Leaky(Policy):
-    """A trainer whose log-probs depend on how many rows are computed together."""
+    """A trainer whose log-probs depend on how many tokens are computed together."""
 
-    def logits(self, input_ids: Tensor, *, num_last: int) -> Tensor:
-        """Scale the logits with the number of rows."""
-        return super().logits(input_ids, num_last=num_last) * (1.0 + 1e-4 * len(input_ids))
+    def logits_at(self, input_ids: Tensor, packed: PackedLayout | None, at: Tensor) -> Tensor:
+        """Scale the logits with the number of tokens."""
+        return super().logits_at(input_ids, packed, at) * (1.0 + 2e-5 * len(at))
 
 
 def spoil(policy: Policy) -> None:

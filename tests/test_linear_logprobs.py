@@ -121,7 +121,10 @@ def test_values_and_gradients_are_those_of_log_softmax(
 ) -> None:
     head = Head(with_bias=with_bias)
     options = {"entropy": entropy, "top": top, "temperature": temperature}
-    assert_same(head.run(linear_logprobs, **options), head.run(plain_logprobs, **options))
+    found, expected = head.run(linear_logprobs, **options), head.run(plain_logprobs, **options)
+    assert_same(found, expected)
+    learned = found[0][2] is not None and found[0][2].requires_grad
+    assert learned == (entropy is EntropyUse.LEARNED)
 
 
 @pytest.mark.usefixtures("slices_of_128")

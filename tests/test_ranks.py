@@ -1,29 +1,37 @@
 """The same training on one, two and four processes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.ranks import train_worker
+from tests.ranks import layers_worker, train_worker
 
-WORKERS = Path(__file__).parent / "ranks"
+from trustbatch.cli import main
+from trustbatch.observe.run_folder import read_metrics
+
+ROOT = Path(__file__).parent.parent
 
 
-def torchrun(worker: str, num_ranks: int, *arguments: str) -> None:
-    """Run a worker in several processes."""
+def torchrun(worker: str, num_ranks: int, *arguments: str) -> str:
+    """Run a worker in several processes; return what they said."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    module = ["-m", f"tests.ranks.{worker}"]
     result = subprocess.run(
-        [*command, "--nproc-per-node", str(num_ranks), str(WORKERS / worker), *arguments],
+        [*command, "--nproc-per-node", str(num_ranks), *module, *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +49,7 @@ def test_every_objective_trains_the_same_on_any_number_of_ranks(
 ) -> None:
     """Uneven batches, ranks without a token, several micro-batches, passes and mini-batches."""
     output = tmp_path / "output"
-    torchrun("train_worker.py", num_ranks, str(tiny_folder), str(output))
+    torchrun("train_worker", num_ranks, str(tiny_folder), str(output))
     expected = json.loads(Path(f"{alone}.json").read_text())
     actual = json.loads(Path(f"{output}.json").read_text())
     for name, batches in expected.items():
@@ -53,3 +61,82 @@ def test_every_objective_trains_the_same_on_any_number_of_ranks(
     parameters = load_file(f"{alone}.safetensors")
     for name, tensor in load_file(f"{output}.safetensors").items():
         torch.testing.assert_close(tensor, parameters[name], rtol=1e-6, atol=1e-8)
+
+
+CONFIG = """
+[model]
+name = {model!r}
+device = "cpu"
+[task]
+name = "arithmetic"
+[rollout]
+prompts_per_step = 5
+samples_per_prompt = 4
+max_tokens = 6
+lag = 1
+canary_every = 1
+[objective]
+entropy_coef = 0.1
+[training]
+steps = 4
+learning_rate = 1e-3
+[run]
+name = "run"
+folder = {folder!r}
+checkpoint_every = 2
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_is_the_run_on_one_and_goes_on_alone(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The whole loop: engines that share the work, the canary, checkpoints, one who writes."""
+    configs = {name: tmp_path / f"{name}.toml" for name in ("one", "two")}
+    for name, file in configs.items():
+        text = CONFIG.format(model=str(tiny_folder), folder=str(tmp_path / name))
+        file.write_text(text.replace("'", '"'), encoding="utf-8")
+    assert main(["train", str(configs["one"])]) == 0
+    output = torchrun("train", 2, str(configs["two"]))
+    assert output.count("step 4/4") == 1
+    expected = read_metrics(tmp_path / "one" / "run")
+    assert_same_run(read_metrics(tmp_path / "two" / "run"), expected)
+
+    shutil.rmtree(tmp_path / "two" / "run" / "checkpoints" / "step-4")
+    assert main(["train", str(configs["two"])]) == 0
+    assert_same_run(read_metrics(tmp_path / "two" / "run"), expected)
+
+
+def assert_same_run(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Compare all that does not measure rounding or time."""
+    assert len(actual) == len(expected)
+    for mine, other in zip(actual, expected, strict=True):
+        assert mine.keys() == other.keys()
+        for key, value in other.items():
+            if not key.startswith(("time/", "canary/")):
+                assert mine[key] == pytest.approx(value, rel=1e-3, abs=1e-6), key
+
+
+@pytest.mark.slow
+def test_adapters_and_other_ways_to_run_layers_train_the_same_on_two_ranks(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Frozen and trained parameters together, layers that are recomputed and compiled."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    layers_worker.main(str(tiny_folder), str(alone))
+    torchrun("layers_worker", 2, str(tiny_folder), str(together))
+    expected = json.loads(Path(f"{alone}.json").read_text())
+    actual = json.loads(Path(f"{together}.json").read_text())
+    weights = load_file(f"{alone}.safetensors")
+    for name, tensor in load_file(f"{together}.safetensors").items():
+        # 8-bit moments are of float32 parameters, whose sums depend on their order
+        is_rounded = name == "8-bit"
+        difference = (tensor - weights[name]).abs()
+        assert float(difference.mean() if is_rounded else difference.max()) < 1e-8, name
+        for number, metrics in enumerate(expected[name]):
+            for key, value in metrics.items():
+                found = actual[name][number][key]
+                tolerance = 1e-3 if is_rounded else 1e-6
+                assert found == pytest.approx(value, rel=tolerance, abs=1e-6), (name, number, key)
+    # what only changes how layers are run does not change what is learned
+    torch.testing.assert_close(weights["compiled"], weights["recomputed"], rtol=0, atol=1e-9)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,12 +143,36 @@ def test_another_configuration_in_the_same_folder_is_refused(
     assert len(small_run(tiny_folder, tmp_path).metrics) == 4
 
 
-@pytest.mark.parametrize("file", ["trainer_state.json", "optimiser.safetensors"])
-def test_a_damaged_checkpoint_is_named(tiny_folder: Path, tmp_path: Path, file: str) -> None:
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = small_run(tiny_folder, tmp_path)
-    damaged = result.checkpoint / file
+    weights = load_file(result.checkpoint / "model.safetensors")
+    damaged = result.checkpoint / "trainer" / "state.json"
     damaged.write_bytes(damaged.read_bytes()[:20])
-    with pytest.raises(CheckpointError, match=r"step-4 is damaged .* delete it"):
+    again = small_run(tiny_folder, tmp_path)
+    assert "step-4, which is damaged: trainer/state.json has 20 bytes" in capsys.readouterr().err
+    before, after = ([line["policy/loss"] for line in r.metrics] for r in (result, again))
+    assert before == after
+    retrained = load_file(again.checkpoint / "model.safetensors")
+    assert all(torch.equal(weights[name], retrained[name]) for name in weights)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    result = small_run(tiny_folder, tmp_path)
+    other = tmp_path / "other-model"
+    shutil.copytree(tiny_folder, other)
+    shutil.copytree(result.folder / "checkpoints", tmp_path / "other" / "checkpoints")
+    with pytest.raises(
+        CheckpointError, match=r"step-4 is of another model \('.*tiny', not '.*other"
+    ):
+        small_run(other, tmp_path, run={"name": "other"})
+
+
+def test_a_run_that_can_not_save_ends_with_a_sentence(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"step-2 could not be written .*there is no other"):
         small_run(tiny_folder, tmp_path)
 
 

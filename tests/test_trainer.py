@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from trustbatch.batching import micro_batches as micro_batches_module
+from trustbatch.batching import units as units_module
+from trustbatch.batching.micro_batches import micro_batches
 from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
 from trustbatch.objectives import OBJECTIVES, build_objective
 from trustbatch.policy import Policy
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.training import trainer as trainer_module
-from trustbatch.training.logprobs import TokenLogprobs, token_logprobs
+from trustbatch.training.logprobs import TokenLogprobs
 from trustbatch.training.optimiser import learning_rate_factor
 from trustbatch.training.trainer import MAX_CONSECUTIVE_SKIPS, Trainer
 from trustbatch.types import GenerationRequest, SamplingParams, TrainSequence
@@ -117,7 +118,7 @@ def test_micro_batches_do_not_change_the_update(
 @pytest.fixture
 def always_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share prompts even where that saves nothing."""
-    monkeypatch.setattr(micro_batches_module, "WORTH_SHARING", 10.0)
+    monkeypatch.setattr(units_module, "WORTH_SHARING", 10.0)
 
 
 @pytest.mark.usefixtures("always_share")
@@ -149,34 +150,54 @@ def test_shared_prompts_do_not_change_the_update(
             assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.parametrize("objective", ["p3o", "gspo", "reinforce"])
+def test_padded_rows_give_the_same_update(
+    policy: Policy, sequences: list[TrainSequence], objective: str
+) -> None:
+    policy.model.double()
+    results = []
+    for packs in (True, False):
+        copied = copy.deepcopy(policy)
+        assert copied.packs
+        copied.packs = packs
+        metrics = make_trainer(copied, objective, micro_batch_tokens=40).train(sequences)
+        gradients = [p.grad.flatten() for p in copied.model.parameters() if p.grad is not None]
+        results.append((torch.cat(gradients), metrics))
+    (packed, expected), (padded, metrics) = results
+    assert float((padded - packed).norm() / packed.norm()) < 1e-5
+    for name, value in metrics.items():
+        assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
 @pytest.mark.usefixtures("always_share")
-def test_layouts_agree_token_by_token(policy: Policy, sequences: list[TrainSequence]) -> None:
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("num_ranks", [2, 4, 40])
+def test_ranks_sum_to_the_undivided_gradient(
+    policy: Policy, sequences: list[TrainSequence], objective: str, num_ranks: int
+) -> None:
+    """More ranks than sequences too; empty micro-batches add nothing, not even to the totals."""
+    policy.model.double()
+    trainer = make_trainer(policy, objective)
     found = []
-    for may_share in (True, False):
-        (batch,) = micro_batches_module.micro_batches(
-            sequences, max_tokens=10**9, pad_token_id=0, may_share_prompts=may_share
-        )
-        assert (batch.prompts is not None) == may_share
-        with torch.no_grad():
-            logp = token_logprobs(policy, batch, temperature=1.0).logp
-        advantages = [s.advantage for s in sequences]
-        by_sequence = {
-            advantages.index(pytest.approx(float(batch.advantage[batch.row == row][0]))): logp[
-                batch.row == row
-            ]
-            for row in range(len(sequences))
-        }
-        found.append(torch.cat([by_sequence[number] for number in range(len(sequences))]))
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
-
-
-def test_only_plain_key_value_caches_share_prompts(policy: Policy) -> None:
-    assert policy.can_share_prompts
-    config = copy.deepcopy(policy.model.config)
-    config.layer_types = ["full_attention", "sliding_attention"]
-    config.sliding_window = 4
-    policy.model.config = config
-    assert not policy.can_share_prompts
+    for ranks in (1, num_ranks):
+        batches = [
+            batch
+            for rank in range(ranks)
+            for batch in micro_batches(
+                sequences,
+                max_tokens=60,
+                pad_token_id=0,
+                packs=True,
+                may_share_prompts=True,
+                rank=rank,
+                num_ranks=ranks,
+            )
+        ]
+        policy.model.zero_grad()
+        trainer._accumulate([trainer._anchor(batch, 1) for batch in batches], from_policy=True)
+        grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
+        found.append(torch.cat(grads))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6
 
 
 def test_ess_per_micro_batch_does_depend_on_the_division(

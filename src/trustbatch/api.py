@@ -1,6 +1,8 @@
 """Training from Python."""
 
 import dataclasses
+import io
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from trustbatch.loops.sync import train_sync
 from trustbatch.observe.progress import LiveLine, Progress
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.plan.shortage import memory_advice
+from trustbatch.ranks import joined_ranks, this_rank
 from trustbatch.session import configured_task, open_session
 from trustbatch.tasks import Task
 
@@ -62,17 +65,29 @@ def train(
 
 
 def train_config(config: Config, task: Task | None = None) -> RunResult:
-    """Run, or continue, the training that a configuration describes."""
+    """Run, or continue, the training that a configuration describes.
+
+    Under torchrun every process calls this, and they train together.
+    """
+    with joined_ranks(config.model.device):
+        return _train(config, task)
+
+
+def _train(config: Config, task: Task | None) -> RunResult:
     if task is None:
         task = configured_task(config)
     with memory_advice(config, task, "load"):
         session = open_session(config, task)
+    # one of the ranks speaks for all
+    stream = sys.stderr if this_rank() == 0 else io.StringIO()
     if session.step >= config.training.steps:
-        LiveLine().show(f"{config.run.name} is already finished; nothing to train.", last=True)
-    progress = Progress(config.run.name, config.training.steps, done=session.step)
+        line = f"{config.run.name} is already finished; nothing to train."
+        LiveLine(stream).show(line, last=True)
+    progress = Progress(config.run.name, config.training.steps, done=session.step, stream=stream)
     try:
         train_sync(session, progress)
     finally:
+        session.checkpointer.close()
         session.engine.close()
         session.run.close()
     return RunResult(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except (TrustbatchError, OSError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, style="red")
+        rank = os.environ.get("RANK", "0")
+        if isinstance(error, ConfigError) and rank != "0":
+            return 2  # every process under torchrun finds the same; the first one says so
+        who = f"rank {rank}: " if rank != "0" else ""
+        Console(stderr=True, soft_wrap=True).print(
+            f"{who}error: {error}", markup=False, style="red"
+        )
         return 2
     except KeyboardInterrupt:
         again = " The same command continues from the last checkpoint." if "train" in words else ""
@@ -160,6 +167,8 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     console = Console(soft_wrap=True)
     config = load_config(options.config, overrides)
     result = train_config(config)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return 0  # under torchrun the first process speaks for all
     report = write_report([result.folder], result.folder / "report.html")
     console.print(f"Model   {result.checkpoint}", markup=False, highlight=False)
     console.print(f"Report  {report}", markup=False, highlight=False)

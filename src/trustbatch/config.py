@@ -13,17 +13,43 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trustbatch.errors import ConfigError
 from trustbatch.objectives import Objective, build_objective
 
 DEFAULT_TOP_LOGPROBS = 16
 SHARED_CANARY_EVERY = 10
+ALL_LINEAR = "all-linear"
 
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class LoraConfig(_Table):
+    """[model.lora]: train low-rank adapters beside the model's weights, which stay as they are."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0.0)
+    """what an adapter adds is multiplied by alpha / rank"""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """names of the linear layers that have one; "all-linear" is all but the output head"""
+    base_precision: Literal["float32", "bfloat16"] = "float32"
+    """in which the weights of those layers are kept"""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> "LoraConfig":
+        if not self.targets:
+            raise ValueError(
+                'model.lora.targets is empty: name layers such as "q_proj", or remove the key'
+            )
+        return self
 
 
 class ModelConfig(_Table):
@@ -37,6 +63,8 @@ class ModelConfig(_Table):
     """of matrix products; parameters are always float32. "auto": bfloat16 on a GPU"""
     trust_remote_code: bool = False
     """run code that comes with the checkpoint"""
+    lora: LoraConfig | None = None
+    """all of the model is trained unless there is such a table"""
 
 
 class NamedOptions(BaseModel):
@@ -203,9 +231,17 @@ class TrainingConfig(_Table):
     mini_batches: int = Field(default=1, ge=1)
     """optimiser steps in a pass"""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """tokens in one forward pass, padding included; changes memory, not the result"""
+    """tokens computed in one forward pass; changes memory, not the result"""
     share_prompts: bool = True
     """compute a prompt once for all its samples where that pays; changes speed, not the result"""
+    gradient_checkpointing: bool = False
+    """compute each layer again in the backward pass: less memory, a third more time"""
+    compile: bool = False
+    """compile the layers of the model"""
+    cpu_offload: bool = False
+    """keep parameters, gradients and optimiser state in host memory; with several ranks"""
+    optimiser: Literal["adamw", "adamw_8bit"] = "adamw"
+    """"adamw_8bit" keeps its moments in 8 bits"""
     learning_rate: float = Field(default=1e-5, gt=0.0)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.01, ge=0.0)

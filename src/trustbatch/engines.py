@@ -1,14 +1,53 @@
 """Engines as a configuration describes them: the trained policy's, and those of second policies."""
 
+from dataclasses import dataclass
+
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
 from trustbatch.policy import Policy
+from trustbatch.ranks import num_ranks, rank_device, this_rank
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.rollout.sampling import policy_seed
+from trustbatch.rollout.shared_engine import SharedEngine
 from trustbatch.rollout.vllm_engine import VllmEngine
 from trustbatch.rollout.vocabulary import speak_the_same_tokens
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What draws the completions of a run."""
+
+    trained: RolloutEngine
+    """the trained policy alone"""
+    all: RolloutEngine
+    """with second policies; closing it closes everything"""
+
+
+def open_engines(
+    config: Config, policy: Policy, replica: Policy | None, *, version: int
+) -> Engines:
+    """Start the engines that [rollout] describes.
+
+    With several ranks every one has a native engine on its `replica` of the policy, or the first
+    one has vLLM; all of them share what is drawn.
+    """
+    if num_ranks() == 1:
+        second_policies = load_second_policies(config, policy)  # refused before an engine starts
+        engine = build_engine(config, policy, version=version)
+        return Engines(engine, _with_second_policies(config, engine, second_policies))
+    num_owners = num_ranks() if replica is not None else 1
+    own = own_and_second = None
+    if this_rank() < num_owners:
+        second_policies = load_second_policies(config, policy)
+        own = build_engine(config, replica or policy, version=version)
+        own_and_second = _with_second_policies(config, own, second_policies)
+    shared = SharedEngine(own, num_owners=num_owners, version=version)
+    if replica is not None or own is None:
+        # a replica may be older than the policy; vLLM has asked for the weights on its own
+        shared.load_weights(policy.named_weights(), version)
+    return Engines(shared, SharedEngine(own_and_second, num_owners=num_owners, version=version))
 
 
 def build_engine(config: Config, policy: Policy, *, version: int = 0) -> RolloutEngine:
@@ -23,7 +62,7 @@ def build_engine(config: Config, policy: Policy, *, version: int = 0) -> Rollout
     )
 
 
-def with_second_policies(
+def _with_second_policies(
     config: Config, engine: RolloutEngine, frozen_policies: list[Policy]
 ) -> RolloutEngine:
     """Let the policies of [[rollout.policies]] draw their shares beside the trained one."""
@@ -88,7 +127,7 @@ def load_second_policies(config: Config, trained: Policy) -> list[Policy]:
         try:
             policy = Policy.load(
                 second.model,
-                device=config.model.device,
+                device=str(rank_device(config.model.device)),
                 precision=second.precision or config.model.precision,
                 trust_remote_code=second.trust_remote_code,
             )

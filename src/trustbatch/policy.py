@@ -1,5 +1,6 @@
 """The policy: a causal language model with its tokenizer, on one device."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -17,6 +18,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from trustbatch.adapters import Adapters
+from trustbatch.config import LoraConfig
 from trustbatch.errors import ConfigError
 from trustbatch.gguf import find_gguf, load_gguf, read_gguf_config
 from trustbatch.packing.attention import no_mask
@@ -25,6 +28,8 @@ from trustbatch.packing.probe import enable_packing, has_plain_head
 from trustbatch.ranks import whole
 from trustbatch.types import Prompt
 
+ADAPTER_FOLDER = "adapter"
+"""within a saved model's; beside the weights, loaders would take the model for a mere adapter"""
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its published types do not fit its own arguments
 
 
@@ -47,6 +52,7 @@ class PolicyRoot(nn.Module):
 class Policy:
     """A decoder-only Hugging Face model; parameters are float32, products in `precision`.
 
+    With adapters (`add_adapters`) the model's own parameters are frozen, and may be bfloat16.
     Dropout is off in training too: log-probs then do not depend on who computes them.
     """
 
@@ -55,6 +61,8 @@ class Policy:
     ) -> None:
         self.model = model.eval()
         self.root = PolicyRoot(model)
+        self.device: torch.device = next(model.parameters()).device
+        """where it is computed, also if its parameters are kept elsewhere"""
         self.tokenizer = tokenizer
         self.name = name
         self.precision = precision
@@ -69,6 +77,8 @@ class Policy:
         self.packs = enable_packing(model)
         """whether the model computes sequences that lie end to end; if not, rows are padded"""
         self._has_plain_head = has_plain_head(model)
+        self.adapters: Adapters | None = None
+        self._skips_adapters = False
 
     @classmethod
     def load(
@@ -103,10 +113,22 @@ class Policy:
         _refuse_bidirectional(model, name)
         return cls(model, tokenizer, name=name, precision=precision)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(self.model.parameters()).device
+    def add_adapters(self, config: LoraConfig, *, seed: int) -> None:
+        """Freeze the model and put trainable low-rank adapters beside its linear layers."""
+        if config.base_precision == "bfloat16" and self.product_dtype != torch.bfloat16:
+            raise ConfigError(
+                'model.lora.base_precision = "bfloat16" needs matrix products in bfloat16, and '
+                f"those of this run are in {self.precision}: set model.precision to bfloat16, or "
+                "remove the key."
+            )
+        self.freeze()
+        self.adapters = Adapters(self.model, config, model_name=self.name, seed=seed)
+
+    def without_adapters(self) -> "Policy":
+        """Return the frozen model that the adapters started from, on the same parameters."""
+        base = copy.copy(self)
+        base._skips_adapters = True
+        return base
 
     @property
     def context_length(self) -> int:
@@ -125,9 +147,15 @@ class Policy:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.product_dtype)
 
+    @contextmanager
+    def _forward_pass(self) -> Iterator[None]:
+        off = self.adapters.switched_off() if self.adapters and self._skips_adapters else None
+        with self.autocast(), off or nullcontext():
+            yield
+
     def logits(self, input_ids: Tensor, *, num_last: int) -> Tensor:
         """Return logits [B, num_last, V] of the last positions of rows padded on the right."""
-        with self.autocast():
+        with self._forward_pass():
             return self.model(**_inputs(input_ids, None), logits_to_keep=num_last).logits
 
     @property
@@ -145,32 +173,70 @@ class Policy:
 
         The input is packed [N], or padded rows [B, L] where there is no layout.
         """
-        with self.autocast():
+        with self._forward_pass():
             output = self.model.get_decoder()(**_inputs(input_ids, packed))
         return output.last_hidden_state.flatten(0, 1).index_select(0, at)
 
     def logits_at(self, input_ids: Tensor, packed: PackedLayout | None, at: Tensor) -> Tensor:
         """Return the logits [T, V] at some of the input's places, as the model makes them."""
-        with self.autocast():
+        with self._forward_pass():
             if packed is not None:
                 return self.model(**_inputs(input_ids, packed), logits_to_keep=at).logits[0]
             logits = self.model(**_inputs(input_ids, packed)).logits
         return logits.flatten(0, 1).index_select(0, at)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters by name, as an engine loads them."""
+        """Yield the parameters by name, as an engine loads them; adapters are merged into them."""
+        if self.adapters is not None:
+            yield from self.adapters.merged_weights()
+            return
         for name, parameter in self.model.named_parameters():
             yield name, whole(parameter.detach())
+
+    def replica(self, device: torch.device) -> "Policy":
+        """Return a frozen copy for an engine, layers in the precision of their products.
+
+        What lies around the layers stays float32, as in the policy itself.
+        """
+        copied = copy.deepcopy(self).freeze()
+        for layer in decoder_layers(copied.model):
+            for module in layer.modules():
+                if isinstance(module, nn.Linear) and self.product_dtype is not None:
+                    module.to(self.product_dtype)
+        copied.model.to(device)
+        copied.device = device
+        return copied
+
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what the optimiser changes, by its name in the model; a rank has its part of it."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
 
     def freeze(self) -> "Policy":
         """Make this a policy that is never trained."""
         self.model.requires_grad_(False)
         return self
 
-    def save(self, folder: Path) -> None:
-        """Write model and tokenizer as an ordinary Hugging Face folder."""
+    def save(
+        self,
+        folder: Path,
+        *,
+        weights: dict[str, Tensor] | None = None,
+        adapters: dict[str, Tensor] | None = None,
+        max_file_bytes: int = 5_000_000_000,
+    ) -> None:
+        """Write model and tokenizer as an ordinary Hugging Face folder.
+
+        Adapters are merged into the weights, and written once more by themselves. `weights` (merged
+        ones) and `adapters` stand in for the present ones, by the same names (tied ones once): for
+        a model that is spread over ranks, or that is being trained meanwhile.
+        """
         with quiet_bars():
-            self.model.save_pretrained(folder)
+            if self.adapters is not None:
+                weights = weights or self.adapters.merged_state()
+                self.adapters.save(folder / ADAPTER_FOLDER, adapters)
+            self.model.save_pretrained(folder, state_dict=weights, max_shard_size=max_file_bytes)
             self.tokenizer.save_pretrained(folder)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -210,6 +276,15 @@ def _inputs(input_ids: Tensor, packed: PackedLayout | None) -> dict[str, Any]:
         "use_cache": False,
         "packed": packed,
     }
+
+
+def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks that a model is a stack of, as its authors name them."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in model.modules():
+        # by the names of base classes too: FSDP makes a class of its own from a layer's
+        if names.intersection(kind.__name__ for kind in type(module).__mro__):
+            yield module
 
 
 def _load_folder(name: str, *, trust_remote_code: bool) -> tuple[Any, PreTrainedTokenizerBase]:

@@ -53,6 +53,13 @@ def _take_gpu(device: str, local_rank: int) -> None:
     torch.cuda.set_device(local_rank)
 
 
+def rank_device(device: str) -> torch.device:
+    """Return where this rank computes, from `model.device`."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
 def this_rank() -> int:
     """Return the number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -86,6 +93,14 @@ def gathered(value: Any) -> list[Any]:
     parts: list[Any] = [None] * num_ranks()
     dist.all_gather_object(parts, written.getvalue())
     return [pickle.loads(part) for part in parts]
+
+
+def from_rank_zero(value: Any) -> Any:
+    """Return what rank 0 gave."""
+    box = [value]
+    if num_ranks() > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 class _HostPickler(pickle.Pickler):

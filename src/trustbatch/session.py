@@ -5,14 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trustbatch.config import Config
-from trustbatch.engines import build_engine, load_second_policies, with_second_policies
+from trustbatch.engines import open_engines
 from trustbatch.errors import ConfigError
-from trustbatch.observe.run_folder import RunFolder
+from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.policy import Policy
+from trustbatch.ranks import num_ranks, rank_device, this_rank
 from trustbatch.rollout.canary import NUM_PROMPTS, Canary
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import Task, build_task
-from trustbatch.training.checkpoint import damaged, list_checkpoints, restore
+from trustbatch.training.checkpoint import newest_checkpoint, restore, unreadable
+from trustbatch.training.checkpointer import Checkpointer
+from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup, SamplingParams
 
@@ -27,6 +30,7 @@ class Session:
     engine: RolloutEngine
     canary: Canary
     trainer: Trainer
+    checkpointer: Checkpointer
     run: RunFolder
     step: int
     """steps trained so far, which is also the policy's version"""
@@ -40,47 +44,58 @@ class Session:
 
 
 def open_session(config: Config, task: Task | None = None) -> Session:
-    """Start a run, or continue it if its folder has a checkpoint of the same configuration."""
+    """Start a run, or continue it if its folder has a checkpoint of the same configuration.
+
+    With several ranks all of them open it, each holds its part, and rank 0 writes the folder.
+    """
     if task is None:
         task = configured_task(config)
-    run = RunFolder(config)
-    checkpoints = list_checkpoints(run.checkpoints)
-    policy = _load_checkpoint(config, checkpoints[-1]) if checkpoints else load_policy(config)
+    run = RunFolder(config) if this_rank() == 0 else ReadOnlyRunFolder(config)
+    checkpoint = newest_checkpoint(run.checkpoints)
+    policy = _load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
+    replica = None
+    if num_ranks() > 1 and config.rollout.engine == "native":
+        replica = policy.replica(rank_device(config.model.device))
+    _add_adapters(config, policy)
+    reference = _load_reference(config, policy)
+    if num_ranks() > 1:
+        _shard(config, policy, reference)
     trainer = Trainer(
         policy,
         config.build_objective(),
         config.training,
         policy_temperature=config.policy_temperature,
         seed=config.seed,
-        reference=_load_reference(config),
+        reference=reference,
     )
     step, pending = 0, deque[list[RolloutGroup]]()
-    if checkpoints:
-        resumed = restore(checkpoints[-1], trainer)
+    if checkpoint:
+        resumed = restore(checkpoint, trainer)
         step, pending = resumed.step, deque(resumed.pending)
-    second_policies = load_second_policies(config, policy)  # refused before an engine starts
-    engine = build_engine(config, policy, version=step)
+    engines = open_engines(config, policy, replica, version=step)
     try:
         canary = Canary(
-            engine,
+            engines.trained,
             policy,
             [task.prompt(index) for index in range(NUM_PROMPTS)],
             max_tokens=config.rollout.max_tokens,
             logprob_mode=config.rollout.logprob_mode,
             every=config.rollout.updates_per_canary,
         )
-        all_engines = with_second_policies(config, engine, second_policies)
         run.start(step)
+        # only now: whoever holds the folder's lock may clean it
+        checkpointer = Checkpointer(run.checkpoints, trainer, keep=config.run.keep_checkpoints)
     except BaseException:
-        engine.close()
+        engines.all.close()
         raise
     return Session(
         config=config,
         task=task,
         policy=policy,
-        engine=all_engines,
+        engine=engines.all,
         canary=canary,
         trainer=trainer,
+        checkpointer=checkpointer,
         run=run,
         step=step,
         pending=pending,
@@ -110,27 +125,51 @@ def configured_task(config: Config) -> Task:
 
 
 def _load_checkpoint(config: Config, checkpoint: Path) -> Policy:
+    if config.model.lora is not None:
+        return load_model(config)  # what was trained is the adapters beside it
     try:
-        policy = load_policy(config, str(checkpoint))
+        policy = load_model(config, str(checkpoint))
     except ConfigError as error:
-        raise damaged(checkpoint, error) from error
+        raise unreadable(checkpoint, error) from error
     policy.name = config.model.name
     return policy
 
 
-def load_policy(config: Config, name: str | None = None) -> Policy:
+def load_policy(config: Config) -> Policy:
+    """Load the model of [model], with adapters where it has such a table."""
+    policy = load_model(config)
+    _add_adapters(config, policy)
+    return policy
+
+
+def load_model(config: Config, name: str | None = None) -> Policy:
     """Load the model of [model], or another one in its place and precision."""
     return Policy.load(
         name or config.model.name,
-        device=config.model.device,
+        # several ranks first divide it, and only then move their parts to where they compute
+        device=config.model.device if num_ranks() == 1 else "cpu",
         precision=config.model.precision,
         trust_remote_code=config.model.trust_remote_code,
     )
 
 
-def _load_reference(config: Config) -> Policy | None:
+def _add_adapters(config: Config, policy: Policy) -> None:
+    if config.model.lora is not None:
+        policy.add_adapters(config.model.lora, seed=config.seed)
+
+
+def _shard(config: Config, policy: Policy, reference: Policy | None) -> None:
+    device, offload = rank_device(config.model.device), config.training.cpu_offload
+    shard(policy, device=device, offload=offload)
+    if reference is not None and reference.model is not policy.model:
+        shard(reference, device=device, offload=offload)
+
+
+def _load_reference(config: Config, policy: Policy) -> Policy | None:
     """Load the frozen reference where the objective asks for one."""
     if not config.build_objective().reference_kl_coef:
         return None
     name = config.training.reference_model or config.model.name
-    return load_policy(config, name).freeze()
+    if policy.adapters is not None and name == config.model.name:
+        return policy.without_adapters()
+    return load_model(config, name).freeze()

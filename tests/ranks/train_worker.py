@@ -1,6 +1,6 @@
 """Trains a tiny model with every objective and writes what came out; run by torchrun, or alone.
 
-    torchrun --standalone --nproc-per-node 2 tests/ranks/train_worker.py MODEL OUTPUT
+    torchrun --standalone --nproc-per-node 2 -m tests.ranks.train_worker MODEL OUTPUT
 
 Parameters are float64, so that the order of sums does not matter to the digits compared.
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trustbatch.batching.division import Bin, bins_of_rank, packed_bins, padded_bins
 from trustbatch.batching.units import TrainUnit, units_of
-from trustbatch.packing.layout import PackedLayout, Unit
+from trustbatch.packing.layout import PackedLayout, Unit, ranges
 from trustbatch.types import TrainSequence
 
 
@@ -111,9 +111,7 @@ def _lay_out(units: Bin, pad_token_id: int | None, *, top: int | None) -> MicroB
     return MicroBatch(
         input_ids=input_ids,
         packed=packed,
-        index=torch.cat(
-            [none.long(), *(_index(unit, b) for unit, b in zip(units, begins, strict=True))]
-        ),
+        index=_index(units, begins),
         sequence=torch.arange(len(sequences)).repeat_interleave(lengths),
         target=torch.cat([none.long(), *(completion.token_ids for completion in completions)]),
         behaviour_logp=torch.cat([none, *(each.behaviour_logp for each in completions)]),
@@ -137,16 +135,19 @@ def _inputs(unit: TrainUnit) -> list[Tensor]:
     return [prompt, *(sequence.completion.token_ids[:-1] for sequence in unit.sequences)]
 
 
-def _index(unit: TrainUnit, begin: int) -> Tensor:
-    """Return the places that predict a unit's response tokens; the first is the prompt's last."""
-    response = begin + len(unit.sequences[0].prompt_token_ids)
-    parts = []
-    for sequence in unit.sequences:
-        length = len(sequence.completion.token_ids) - 1
-        parts += [torch.tensor([begin + len(sequence.prompt_token_ids) - 1])]
-        parts += [torch.arange(response, response + length)]
-        response += length
-    return torch.cat(parts)
+def _index(units: Sequence[TrainUnit], begins: Sequence[int]) -> Tensor:
+    """Return the places that predict the response tokens; the first is the prompt's last."""
+    starts: list[int] = []
+    lengths: list[int] = []
+    for unit, begin in zip(units, begins, strict=True):
+        response = begin + len(unit.sequences[0].prompt_token_ids)
+        last_of_prompt = response - 1
+        for sequence in unit.sequences:
+            length = len(sequence.completion.token_ids) - 1
+            starts += [last_of_prompt, response]
+            lengths += [1, length]
+            response += length
+    return ranges(starts, lengths)
 
 
 def _cat(tensors: Sequence[Tensor | None], dtype: torch.dtype, width: int | None) -> Tensor | None:

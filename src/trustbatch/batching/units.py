@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from trustbatch.packing.layout import Unit
 from trustbatch.types import TrainSequence
@@ -20,19 +21,19 @@ class TrainUnit:
 
     sequences: tuple[TrainSequence, ...]
 
-    @property
+    @cached_property
     def shape(self) -> Unit:
         """Its input tokens, as the attention sees them."""
         prompt = len(self.sequences[0].prompt_token_ids)
-        responses = tuple(len(each.completion.token_ids) - 1 for each in self.sequences)
-        return Unit(prompt, responses) if len(responses) > 1 else Unit(prompt + sum(responses))
+        responses = [len(each.completion.token_ids) - 1 for each in self.sequences]
+        return Unit(prompt, tuple(responses)) if len(responses) > 1 else Unit(prompt + responses[0])
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """How many tokens have to be computed."""
         return self.shape.num_tokens
 
-    @property
+    @cached_property
     def cost(self) -> float:
         """Time to compute it, in that of a token without attention.
 
@@ -72,9 +73,13 @@ def _sharing_pays(group: Sequence[TrainSequence]) -> bool:
 def _cut(group: Sequence[TrainSequence], max_tokens: int) -> list[list[TrainSequence]]:
     """Divide the samples of a prompt into parts that keep to the budget."""
     parts: list[list[TrainSequence]] = []
+    used = 0
     for sequence in group:
-        if parts and TrainUnit((*parts[-1], sequence)).num_tokens <= max_tokens:
+        own = len(sequence.completion.token_ids) - 1
+        if parts and used + own <= max_tokens:
             parts[-1].append(sequence)
+            used += own
         else:
             parts.append([sequence])
+            used = len(sequence.prompt_token_ids) + own
     return parts

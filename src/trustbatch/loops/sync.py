@@ -10,7 +10,6 @@ from trustbatch.plan.shortage import memory_advice
 from trustbatch.rewards import score
 from trustbatch.rollout.collect import collect
 from trustbatch.session import Session
-from trustbatch.training.checkpoint import save_checkpoint
 from trustbatch.types import RolloutGroup
 
 
@@ -54,14 +53,10 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         if step % config.run.rollouts_every == 0 or step in (1, config.training.steps):
             run.write_rollouts(step, groups, rewards, advantages)
         if step % config.run.checkpoint_every == 0 or step == config.training.steps:
-            save_checkpoint(
-                run.checkpoints,
-                session.trainer,
-                step=step,
-                pending=session.pending,
-                keep=config.run.keep_checkpoints,
-            )
+            session.checkpointer.save(step, session.pending)
+        session.checkpointer.raise_failure()
         progress.update(step, metrics)
+    session.checkpointer.finish()
     return metrics
 
 

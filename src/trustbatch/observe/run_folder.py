@@ -33,6 +33,9 @@ MAY_CHANGE = (
     "rollout.vllm.generate_seconds",
     "rollout.vllm.update_seconds",
     "rollout.vllm.transfer_folder",
+    "training.gradient_checkpointing",
+    "training.compile",
+    "training.cpu_offload",
 )
 """keys that a continued run may change: they decide where and how fast, not what is computed"""
 DIVISION_OF_WORK = ("training.micro_batch_tokens", "training.share_prompts")
@@ -161,6 +164,24 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in complete.splitlines()]
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{file} has a line that is not JSON: remove the line.") from error
+
+
+class ReadOnlyRunFolder(RunFolder):
+    """The run folder as ranks other than the first see it: they write nothing."""
+
+    def start(self, step: int) -> None:
+        """Leave it to the first rank."""
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Leave it to the first rank."""
+
+    def write_rollouts(
+        self, step: int, groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Tensor
+    ) -> None:
+        """Leave it to the first rank."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 def describe_environment() -> dict[str, Any]:

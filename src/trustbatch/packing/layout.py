@@ -8,7 +8,7 @@ and nowhere else, or, where every unit is one sequence, at the places where sequ
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class PackedLayout(_OnDevice):
         tables, index, place = _tables(units, begins)
         is_view = len(tables) == 1 and torch.equal(index, torch.arange(begins[-1]))
         return cls(
-            position_ids=torch.cat([_positions(unit) for unit in units]),
+            position_ids=_positions(units),
             starts=None if is_shared else torch.tensor(begins, dtype=torch.int32),
             longest=max(lengths),
             separate=lengths if not is_shared and _worth_a_kernel_each(lengths) else None,
@@ -137,14 +137,20 @@ def _worth_a_kernel_each(lengths: Sequence[int]) -> bool:
     return min(lengths) >= LONG_SEQUENCE
 
 
-def _positions(unit: Unit) -> Tensor:
-    parts = [torch.arange(unit.prompt)]
-    parts += [torch.arange(unit.prompt, unit.prompt + length) for length in unit.responses]
-    return torch.cat(parts)
+def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Return start, start + 1, ... of every length, end to end."""
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    shifts = torch.tensor(starts, dtype=torch.int64) - (counts.cumsum(0) - counts)
+    return torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts)
 
 
-@dataclass(frozen=True)
-class _Row:
+def _positions(units: Sequence[Unit]) -> Tensor:
+    starts = [start for unit in units for start in (0, *[unit.prompt] * len(unit.responses))]
+    lengths = [length for unit in units for length in (unit.prompt, *unit.responses)]
+    return ranges(starts, lengths)
+
+
+class _Row(NamedTuple):
     """A run of tokens that becomes a row of a table."""
 
     start: int

@@ -32,6 +32,8 @@ _LARGE_LOGIT = 100.0
 
 def enable_packing(model: Any) -> bool:
     """Give a model the packed attention, unless it would then compute something else."""
+    if model.config._attn_implementation == NAME:  # another policy has the same model
+        model.set_attn_implementation(REPLACES)
     if model.config._attn_implementation != REPLACES or not model._can_set_attn_implementation():
         return False
     alone = _logits_alone(model)

@@ -56,10 +56,11 @@ class NativeEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over parameters; those that already are the trainer's own need no copy."""
-        own = dict(self.policy.named_weights())
-        for name, tensor in weights:
-            if own[name].data_ptr() != tensor.data_ptr():
-                own[name].copy_(tensor)
+        if self.policy.adapters is None:  # else the trainer's own are merged at each generation
+            own = dict(self.policy.named_weights())
+            for name, tensor in weights:
+                if own[name].data_ptr() != tensor.data_ptr():
+                    own[name].copy_(tensor)
         self._version = version
 
     def sleep(self) -> None:

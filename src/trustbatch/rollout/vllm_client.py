@@ -46,7 +46,8 @@ class VllmClient:
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             # a process that stops in the middle of a message must not stop this one
             near.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
-        environment = dict(os.environ)
+        # vLLM would take a rank of ours for one of its own
+        environment = {key: value for key, value in os.environ.items() if not _of_torchrun(key)}
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = devices
         with self._log.open("wb") as log:
@@ -161,6 +162,11 @@ class VllmClient:
         return EngineError(
             f"{sentence} (log in {kept}{', ends with: ' if quoted else ''}{quoted})."
         )
+
+
+def _of_torchrun(key: str) -> bool:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return key in names or key.startswith(("GROUP_", "ROLE_", "TORCHELASTIC_"))
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, death: int) -> None:

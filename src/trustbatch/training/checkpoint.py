@@ -1,29 +1,36 @@
-"""Checkpoints: a Hugging Face folder plus all that an exact continuation needs.
+"""Reading checkpoints: the newest one that is whole, and the exact state that it holds.
 
-A checkpoint is written beside its final place and renamed, so what is called `step-N` is complete.
+    step-N/                  an ordinary Hugging Face folder: config, tokenizer, *.safetensors
+    step-N/trainer/          rank-*.safetensors (weights and optimiser, in pieces), and JSON
+    step-N/manifest.json     every file with its length and digest, written last
+
+`checkpointer.py` writes them.
 """
 
 import json
-import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trustbatch.errors import CheckpointError
-from trustbatch.rollout.records import group_from_record, group_to_record
+from trustbatch.observe.progress import LiveLine
+from trustbatch.policy import Policy
+from trustbatch.ranks import from_rank_zero, this_rank
+from trustbatch.rollout.records import group_from_record
+from trustbatch.training.manifest import listed_bytes, verify
+from trustbatch.training.shards import StoredTensor, is_plain, list_tensors, read_into
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup
 
-OPTIMISER_FILE, STATE_FILE, PENDING_FILE = (
-    "optimiser.safetensors",
-    "trainer_state.json",
-    "pending_rollouts.jsonl",
-)
+TRAINER_FOLDER, STATE_FILE, PENDING_FILE = "trainer", "state.json", "pending_rollouts.jsonl"
+WEIGHTS, OPTIMISER = "weights/", "optimiser/"
+"""how the names of stored tensors begin: weights/NAME and optimiser/KEY/NAME"""
+LONG_CHECK_BYTES = 4 * 2**30
+"""from here on, checking a checkpoint takes long enough to be mentioned"""
 
 
 @dataclass(frozen=True)
@@ -36,90 +43,153 @@ class Resumed:
     """batches that were drawn but not yet trained on, oldest first"""
 
 
-def save_checkpoint(
-    folder: Path,
-    trainer: Trainer,
-    *,
-    step: int,
-    pending: Sequence[Sequence[RolloutGroup]],
-    keep: int,
-) -> Path:
-    """Write `folder/step-N` atomically, then delete all but the newest `keep` checkpoints."""
-    final = folder / f"step-{step}"
-    partial = folder / f".writing-step-{step}"
-    for leftover in folder.glob(".*-step-*"):  # of a process killed while it wrote or deleted
-        shutil.rmtree(leftover)
-    partial.mkdir(parents=True)
-    trainer.policy.save(partial)
-    save_file(_optimiser_tensors(trainer), partial / OPTIMISER_FILE)
-    with (partial / PENDING_FILE).open("w", encoding="utf-8") as file:
-        for groups in pending:
-            file.write(json.dumps([group_to_record(group) for group in groups]) + "\n")
-    state = {
-        "step": step,
-        "num_optimiser_steps": trainer.num_optimiser_steps,
-        "num_consecutive_skips": trainer.num_consecutive_skips,
-    }
-    (partial / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-    for path in [*partial.rglob("*"), partial]:
-        _flush(path)
-    partial.rename(final)
-    _flush(folder)
-    for old in list_checkpoints(folder)[:-keep]:
-        # under another name first: what is called step-N is complete at any moment
-        shutil.rmtree(old.rename(folder / f".deleting-{old.name}"))
-    return final
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return complete checkpoints, oldest first."""
     found = [path for path in folder.glob("step-*") if path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return after how many steps a checkpoint was made."""
+    return int(checkpoint.name[5:])
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint that is whole, or None if there is none at all.
+
+    Damaged ones are skipped, and a line says so. Every rank has to call this: rank 0 looks, so that
+    all of them continue from the same one.
+    """
+    chosen, problem = None, None
+    if this_rank() == 0:
+        try:
+            chosen = _newest_whole(folder)
+        except CheckpointError as error:
+            problem = str(error)
+    problem = from_rank_zero(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+    name = from_rank_zero(chosen.name if chosen else None)
+    return folder / name if name else None
 
 
 def restore(checkpoint: Path, trainer: Trainer) -> Resumed:
-    """Give a trainer, whose policy was loaded from the checkpoint, the rest of its state."""
+    """Give a trainer the weights, the optimiser state and the counts of a checkpoint, bit for bit.
+
+    However many ranks wrote it, each rank reads what it holds now.
+    """
+    folder = checkpoint / TRAINER_FOLDER
     try:
-        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        step = int(state["step"])
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        stored = list_tensors(folder)
+        _refuse_other_model(checkpoint, str(state["model"]), stored, trainer)
+        # before the weights, since a step is taken to make the optimiser's state
+        _restore_optimiser(trainer, stored, folder)
+        read_into(_with_prefix(WEIGHTS, weights_of(trainer.policy)), folder)
         trainer.num_optimiser_steps = int(state["num_optimiser_steps"])
         trainer.num_consecutive_skips = int(state["num_consecutive_skips"])
-        tensors = load_file(checkpoint / OPTIMISER_FILE, device=str(trainer.policy.device))
-        lines = (checkpoint / PENDING_FILE).read_text(encoding="utf-8").splitlines()
+        lines = (folder / PENDING_FILE).read_text(encoding="utf-8").splitlines()
         pending = [[group_from_record(record) for record in json.loads(line)] for line in lines]
+        return Resumed(step=int(state["step"]), pending=pending)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise damaged(checkpoint, error) from error
-    for name, parameter in trainer.policy.model.named_parameters():
-        moments = {
-            key: tensors[f"{key}/{name}"]
-            for key in ("step", "exp_avg", "exp_avg_sq")
-            if f"{key}/{name}" in tensors
-        }
-        if moments:
-            trainer.optimiser.state[parameter] = moments
-    return Resumed(step=step, pending=pending)
+        raise unreadable(checkpoint, error) from error
 
 
-def damaged(checkpoint: Path, cause: Exception) -> CheckpointError:
-    """Return the error for a checkpoint that can't be read."""
+def unreadable(checkpoint: Path, cause: Exception) -> CheckpointError:
+    """Return the error for a checkpoint whose files are whole and yet can't be used."""
     return CheckpointError(
-        f"{checkpoint} is damaged ({cause}): delete it, and the run continues from the checkpoint "
-        "before it, or from the start."
+        f"{checkpoint} can't be read ({cause}): delete it, and the run continues from the "
+        "checkpoint before it, or from the start."
     )
 
 
-def _optimiser_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    return {
-        f"{key}/{name}": tensor
-        for name, parameter in trainer.policy.model.named_parameters()
-        for key, tensor in trainer.optimiser.state.get(parameter, {}).items()
+def weights_of(policy: Policy) -> dict[str, Tensor]:
+    """Return what training changes of a policy, by name; of tied tensors the first name only."""
+    if policy.adapters is not None:
+        return {name: each.detach() for name, each in policy.trained_parameters()}
+    first: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in policy.model.state_dict(keep_vars=True).items():
+        if first.setdefault(id(tensor), name) == name:
+            tensors[name] = tensor.detach()
+    return tensors
+
+
+def optimiser_state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the optimiser's tensors as KEY/NAME; what was never trained has none."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in trainer.policy.model.named_parameters():
+        for key, value in trainer.optimiser.state.get(parameter, {}).items():
+            assert isinstance(value, Tensor), f"{key} of the optimiser is not a tensor"
+            tensors[f"{key}/{name}"] = value
+    return tensors
+
+
+def _newest_whole(folder: Path) -> Path | None:
+    skipped: list[str] = []
+    line = LiveLine()
+    for checkpoint in reversed(list_checkpoints(folder)):
+        try:
+            num_bytes = listed_bytes(checkpoint)
+            if num_bytes > LONG_CHECK_BYTES:
+                line.show(f"Checking {checkpoint} ({num_bytes / 1e9:.0f} GB)")
+            verify(checkpoint)
+        except (CheckpointError, OSError) as error:
+            skipped.append(f"{checkpoint.name}: {error}")
+            line.show(f"Skipped {checkpoint}, which is damaged: {error}.", last=True)
+        else:
+            return checkpoint
+    if skipped:
+        raise CheckpointError(
+            f"No checkpoint in {folder} can be used ({'; '.join(skipped)}): delete them to start "
+            "from the beginning, or choose another run.name."
+        )
+    return None
+
+
+def _refuse_other_model(
+    checkpoint: Path, model: str, stored: Mapping[str, StoredTensor], trainer: Trainer
+) -> None:
+    difference = None
+    if model != trainer.policy.name:
+        difference = f"{model!r}, not {trainer.policy.name!r}"
+    here = _with_prefix(WEIGHTS, weights_of(trainer.policy))
+    for name in sorted({name for name in stored if name.startswith(WEIGHTS)} | here.keys()):
+        there = list(stored[name].shape) if name in stored else "missing"
+        wanted = list(here[name].shape) if name in here else "missing"
+        if there != wanted and difference is None:
+            difference = f"{name.removeprefix(WEIGHTS)} is {there} there, and {wanted} here"
+    if difference is not None:
+        raise CheckpointError(
+            f"{checkpoint} is of another model ({difference}): choose another run.name, or the "
+            "model.name that it was trained with."
+        )
+
+
+def _restore_optimiser(trainer: Trainer, stored: Mapping[str, StoredTensor], folder: Path) -> None:
+    """Let the optimiser make its own kind of state, then fill it."""
+    keys = [name.removeprefix(OPTIMISER) for name in stored if name.startswith(OPTIMISER)]
+    with_state = {key.partition("/")[2] for key in keys}
+    trainer.optimiser.zero_grad(set_to_none=True)
+    parameters = dict(trainer.policy.model.named_parameters())
+    for name, parameter in parameters.items():
+        if name in with_state:
+            parameter.grad = torch.zeros_like(parameter)
+    trainer.optimiser.step()
+    trainer.optimiser.zero_grad(set_to_none=True)
+    targets = optimiser_state_of(trainer)
+    if targets.keys() != set(keys):
+        raise ValueError("it holds the state of another optimiser")
+    # quantised states are stored as the numbers that they stand for, shaped like the parameter
+    quantised = {key: target for key, target in targets.items() if not is_plain(target)}
+    numbers = {
+        key: torch.empty_like(parameters[key.partition("/")[2]], requires_grad=False)
+        for key in quantised
     }
+    read_into(_with_prefix(OPTIMISER, targets | numbers), folder)
+    for key, target in quantised.items():
+        target.copy_(numbers[key])
 
 
-def _flush(path: Path) -> None:
-    # a rename must not reach the disk before what it names
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: tensor for name, tensor in tensors.items()}

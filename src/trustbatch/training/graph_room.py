@@ -8,7 +8,7 @@ import torch
 from trustbatch.policy import Policy
 from trustbatch.ranks import num_ranks
 
-USABLE = 0.5
+USABLE = 0.3
 """part of the free memory that waiting graphs may take: a backward pass needs room of its own"""
 
 

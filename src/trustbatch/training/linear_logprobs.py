@@ -73,8 +73,9 @@ def linear_logprobs(
     logp, entropies = _LinearLogprobs.apply(
         hidden, weight, bias, ids.contiguous(), temperature, entropy, precision
     )
-    top_logp = None if top_token_ids is None else logp[:, 1:]
-    return logp[:, 0], top_logp, entropies
+    # copies, since FSDP warns of views among what the forward pass of a module returns
+    top_logp = None if top_token_ids is None else logp[:, 1:].clone()
+    return logp[:, 0].clone(), top_logp, entropies
 
 
 def linear_logits(

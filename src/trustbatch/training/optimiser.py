@@ -1,17 +1,49 @@
-"""AdamW and its learning-rate schedule."""
+"""AdamW, with moments in 32 or in 8 bits, and its learning-rate schedule."""
 
 import math
 from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from trustbatch.errors import ConfigError
+from trustbatch.training.compiler import refuse_missing_compiler
 
 
-def build_adamw(
-    parameters: Iterable[Parameter], *, betas: tuple[float, float], weight_decay: float
-) -> torch.optim.AdamW:
+def build_optimiser(
+    name: str, parameters: Iterable[Parameter], *, betas: tuple[float, float], weight_decay: float
+) -> Optimizer:
     """Build AdamW; the learning rate is set before each step by the schedule."""
-    return torch.optim.AdamW(parameters, lr=0.0, betas=betas, weight_decay=weight_decay, fused=True)
+    settings: dict[str, Any] = {"lr": 0.0, "betas": betas, "weight_decay": weight_decay}
+    parameters = list(parameters)
+    if name == "adamw_8bit":
+        library = _import_torchao()
+        refuse_missing_compiler('training.optimiser = "adamw_8bit"', "adamw", parameters[0].device)
+        return library.AdamW8bit(parameters, **settings)
+    return torch.optim.AdamW(parameters, fused=True, **settings)
+
+
+def set_learning_rate(optimiser: Optimizer, value: float) -> None:
+    """Set the learning rate of the next step."""
+    for group in optimiser.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
+
+
+def _import_torchao() -> Any:
+    try:
+        return import_module("torchao.optim")
+    except ImportError as error:
+        raise ConfigError(
+            f'training.optimiser = "adamw_8bit" needs the package torchao ({error}): '
+            "pip install 'trustbatch[torchao]', or set it to adamw."
+        ) from error
 
 
 def learning_rate_factor(

@@ -1,9 +1,6 @@
 """Parameters divided over the ranks: FSDP2, one decoder layer at a time."""
 
-from collections.abc import Iterator
-
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -13,7 +10,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from trustbatch.policy import Policy
+from trustbatch.config import TrainingConfig
+from trustbatch.errors import ConfigError
+from trustbatch.policy import Policy, decoder_layers
 from trustbatch.ranks import num_ranks
 
 
@@ -38,11 +37,22 @@ def shard(policy: Policy, *, device: torch.device, offload: bool = False) -> Non
     for module in policy.root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            # a plain sum: only NCCL knows one with a factor, also if that is 1
+            module.set_force_sum_reduction_for_comms(True)
+    policy.device = device
 
 
-def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks that a model is a stack of, as its authors name them."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    for module in model.modules():
-        if type(module).__name__ in names:
-            yield module
+def refuse_useless_offload(config: TrainingConfig, device: torch.device) -> None:
+    """Refuse `training.cpu_offload` where nothing is divided, or host memory is all there is."""
+    if not config.cpu_offload:
+        return
+    if device.type == "cpu":
+        raise ConfigError(
+            "training.cpu_offload keeps parameters in host memory, where they are already with "
+            "model.device = cpu: set it to false."
+        )
+    if num_ranks() == 1:
+        raise ConfigError(
+            "training.cpu_offload belongs to parameters that are divided over several processes: "
+            "start the run with torchrun, or set it to false."
+        )

@@ -17,9 +17,15 @@ from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_ste
 from trustbatch.policy import Policy
 from trustbatch.ranks import gathered, num_ranks, summed, this_rank, whole
 from trustbatch.training.graph_room import GraphRoom
+from trustbatch.training.layer_calls import compile_layers, recompute_layers
 from trustbatch.training.logprobs import EntropyUse, TokenLogprobs, token_logprobs
-from trustbatch.training.optimiser import build_adamw, learning_rate_factor
+from trustbatch.training.optimiser import (
+    build_optimiser,
+    learning_rate_factor,
+    set_learning_rate,
+)
 from trustbatch.training.policy_ratios import policy_ratios
+from trustbatch.training.sharding import refuse_useless_offload
 from trustbatch.types import TrainSequence
 
 MAX_CONSECUTIVE_SKIPS = 5
@@ -53,10 +59,15 @@ class Trainer:
         self.policy_temperature = policy_temperature
         self.seed = seed
         self.reference = reference
-        self.optimiser = build_adamw(
-            policy.model.parameters(), betas=config.betas, weight_decay=config.weight_decay
-        )
+        refuse_useless_offload(config, policy.device)
         policies = [policy] if reference is None else [policy, reference]
+        _prepare_layers(policies, config)
+        self.optimiser = build_optimiser(
+            config.optimiser,
+            [parameter for _, parameter in policy.trained_parameters()],
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
         self._packs = all(each.packs for each in policies)
         self._may_share_prompts = config.share_prompts and all(
             each.shares_prompts for each in policies
@@ -98,7 +109,7 @@ class Trainer:
             # the policy itself gave a non-finite log-prob, which the data could not foretell
             self.optimiser.zero_grad(set_to_none=True)
             totals, outputs = self._accumulate(parts, from_policy=True, is_mixed=is_mixed)
-        parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
+        parameters = [parameter for _, parameter in self.policy.trained_parameters()]
         norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip))
         loss = summed(torch.stack([output.loss.detach() for output in outputs]).sum())
         usable = bool((totals.num_tokens > 0) & torch.isfinite(norm) & torch.isfinite(loss))
@@ -223,8 +234,7 @@ class Trainer:
             warmup_fraction=config.warmup_fraction,
             schedule=config.schedule,
         )
-        for group in self.optimiser.param_groups:
-            group["lr"] = config.learning_rate * factor
+        set_learning_rate(self.optimiser, config.learning_rate * factor)
         return config.learning_rate * factor
 
     def _count_skips(self, usable: bool) -> None:
@@ -235,3 +245,13 @@ class Trainer:
                 "(non-finite, or no measurable token) and were skipped: lower "
                 "training.learning_rate, or look at tokens/nonfinite for broken log-probs."
             )
+
+
+def _prepare_layers(policies: Sequence[Policy], config: TrainingConfig) -> None:
+    """Arrange how layers are run; a reference on the policy's own parameters has its layers."""
+    models = {policy.model: None for policy in policies}
+    if config.compile:
+        for model in models:
+            compile_layers(model)
+    if config.gradient_checkpointing:
+        recompute_layers(policies[0].model)  # a reference has no backward pass

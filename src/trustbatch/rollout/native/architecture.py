@@ -1,7 +1,7 @@
 """The Llama family, read off a Hugging Face model: Llama, Mistral, Qwen2, Qwen3 and the like.
 
-These differ in sizes, biases and norms on queries and keys only. Other models, and changed ones
-(adapters, quantised layers), are decoded by their own forward pass.
+These differ in sizes, biases and norms on queries and keys only. Linear layers may have adapters.
+Other models, and otherwise changed ones (quantised layers), are decoded by their own forward pass.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from trustbatch.adapters import is_linear
 from trustbatch.rollout.native.cache import Heads
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
@@ -51,7 +52,7 @@ def read_architecture(model: Any) -> Architecture | None:
         and (config.model_type != "mistral" or config.sliding_window is None)
         and rotary.get("rope_type", "default") in FIXED_ROTARY
         and rotary.get("partial_rotary_factor", 1.0) == 1.0
-        and all(type(layer) is nn.Linear for layer in _linear_layers(model))
+        and all(is_linear(layer) for layer in _linear_layers(model))
         # a kernel's tile has a power of two of columns
         and head_dim & (head_dim - 1) == 0
         and head_dim >= 16

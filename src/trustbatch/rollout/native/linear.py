@@ -2,7 +2,8 @@
 
 Layers that read the same input (query, key and value; gate and up) are one product. What is kept
 beside the trainer's parameters is a rounded or re-ordered image of them, made anew by `refresh`
-before each generation, in place: a recorded CUDA graph goes on reading the right memory.
+before each generation, in place: a recorded CUDA graph goes on reading the right memory. Adapters
+are merged into it.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trustbatch.adapters import is_adapted, present_weight
 from trustbatch.errors import ConfigError
 from trustbatch.rollout.fp8 import quantise_rows, round_rows
 
@@ -71,19 +73,20 @@ class PackedLinear:
 
 
 class RoundedLinear:
-    """Bfloat16 products over float32 parameters: what autocast computes, rounded once."""
+    """Products in another type than the parameters': what autocast computes, rounded once."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
         self.layers = layers
-        self.weight, self.bias = _joined(layers, torch.bfloat16)
+        self.dtype = dtype
+        self.weight, self.bias = _joined(layers, dtype)
 
     def refresh(self) -> None:
         """Round the present weights."""
         _copy_joined(self.layers, self.weight, self.bias)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Map [n, in] to [n, out] in bfloat16."""
-        return functional.linear(inputs.to(torch.bfloat16), self.weight, self.bias)
+        """Map [n, in] to [n, out] in the given type."""
+        return functional.linear(inputs.to(self.dtype), self.weight, self.bias)
 
 
 class RoundedHead:
@@ -186,14 +189,15 @@ def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool =
     wanted = getattr(torch, precision)
     if is_head and wanted == torch.bfloat16:
         return RoundedHead(layers[0])
-    if parameter.dtype == wanted == torch.float32 and not parameter.is_cuda:
-        return PackedLinear(layers) if PackedLinear.available() else OwnLinear(layers)
-    return OwnLinear(layers) if parameter.dtype == wanted else RoundedLinear(layers)
+    if wanted == torch.float32 and not parameter.is_cuda and PackedLinear.available():
+        return PackedLinear(layers)
+    is_own = parameter.dtype == wanted and not any(is_adapted(layer) for layer in layers)
+    return OwnLinear(layers) if is_own else RoundedLinear(layers, wanted)
 
 
 def _joined(layers: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return weights and biases of all layers, one below the other."""
-    weight = torch.cat([layer.weight.detach().to(dtype) for layer in layers])
+    weight = torch.cat([present_weight(layer).to(dtype) for layer in layers])
     if all(layer.bias is None for layer in layers):
         return weight, None
     biases = [
@@ -206,7 +210,7 @@ def _joined(layers: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Te
 def _copy_joined(layers: Sequence[nn.Linear], weight: Tensor, bias: Tensor | None) -> None:
     sizes = [layer.out_features for layer in layers]
     for layer, part in zip(layers, weight.split(sizes), strict=True):
-        part.copy_(layer.weight.detach())
+        part.copy_(present_weight(layer))
     if bias is not None:
         for layer, part in zip(layers, bias.split(sizes), strict=True):
             if layer.bias is not None:

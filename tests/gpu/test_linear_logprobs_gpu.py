@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 
 def example_ids(num_tokens: int, vocabulary: int, num_ids: int) -> Tensor:
     ids = torch.randint(vocabulary, (num_tokens, num_ids), device=DEVICE)
-    ids[0] = ids[0, 0]  # repeated
+    ids[0] = ids[0, 0].clone()  # repeated
     ids[1, 0] = vocabulary - 1
     return ids
 
