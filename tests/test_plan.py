@@ -198,6 +198,10 @@ def test_reference_second_policies_and_vllm(tiny_folder: Path) -> None:
     )
     assert train["reference"] == 4 * PARAMETERS
     assert train["second policies"] == 4 * PARAMETERS + 2 * (PRODUCTS + HEAD)
+    adapted = config_of(
+        tiny_folder, objective=objective, model={"name": str(tiny_folder), "lora": {"rank": 4}}
+    )
+    assert "reference" not in parts_of(estimator_of(adapted), "train")
     vllm = {"engine": "vllm", "vllm": {"gpu_memory_utilisation": 0.3}}
     config = config_of(tiny_folder, rollout=vllm)
     estimator = estimator_of(config)
@@ -216,7 +220,8 @@ def test_ranks_divide_all_but_the_engine_s_model(config: Config) -> None:
     assert train["parameters"] == PARAMETERS
     assert train["optimiser"] == 2 * PARAMETERS
     assert train["gradients"] == PARAMETERS
-    assert train["engine's weights"] == 2 * PARAMETERS
+    # a whole model, its products in bfloat16, and the head in bfloat16 besides
+    assert train["engine's weights"] == 2 * PRODUCTS + 4 * (PARAMETERS - PRODUCTS) + 2 * HEAD
     assert "rounded weights" not in train
     # three layers and their gradients in bfloat16, two in float32; what is around, twice
     assert train["gathered layers"] == (3 * 2 + 2 + 2 * 4) * LAYER + 2 * 4 * AROUND
@@ -234,7 +239,7 @@ def test_each_technique_takes_less(config: Config) -> None:
         {"lora": Lora(rank=4)},
     ):
         assert estimator.plan(replace(setting, **changes)).phase("train").total < before.total
-    offloaded = parts_of(estimator, "train", replace(setting, cpu_offload=True))
+    offloaded = parts_of(estimator, "train", replace(setting, num_gpus=2, cpu_offload=True))
     assert not {"parameters", "optimiser", "gradients"} & set(offloaded)
 
 
@@ -322,15 +327,49 @@ def test_advice_on_a_larger_model(large: Config) -> None:
     # 30.5 GiB, of which 17.6 are activations and 10 parameters, gradients and states
     assert of(24) == "set training.micro_batch_tokens = 4096, which saves about 9.3 GiB"
     assert of(18).startswith("set training.gradient_checkpointing = true, which saves about 16.")
-    assert "train on 2 GPUs (torchrun --nproc-per-node=2)" in of(10, available=4)
+    assert "train on 2 GPUs (torchrun --nproc-per-node=2)" in of(12, available=4)
     assert of(12).startswith(
         'set training.gradient_checkpointing = true and training.optimiser = "adamw_8bit", which'
     )
     assert "model.lora.rank = 32" in of(8)
-    assert "training.cpu_offload = true" in of(6)
-    last = of(3)
-    assert "adamw_8bit" not in last  # adapters have few states
-    assert "; that still needs 2.9 GiB, so choose a smaller model" in last
+    assert "cpu_offload" not in of(4)  # of parameters that are divided only
+    assert "training.cpu_offload = true" in of(4, num=2)
+    assert "; that still needs" in of(3)
+    assert "adamw_8bit" not in of(3)  # adapters have few states
+
+
+def test_the_setting_is_the_configuration_s(tiny_folder: Path) -> None:
+    config = config_of(
+        tiny_folder,
+        model={
+            "name": str(tiny_folder),
+            "lora": {"rank": 4, "targets": ["q_proj"], "base_precision": "bfloat16"},
+        },
+        rollout={"max_sequences": 77},
+        training={
+            "micro_batch_tokens": 99,
+            "gradient_checkpointing": True,
+            "compile": True,
+            "optimiser": "adamw_8bit",
+            "cpu_offload": True,
+        },
+    )
+    setting = Setting.of(config, num_gpus=3)
+    assert setting == Setting(
+        num_gpus=3,
+        micro_batch_tokens=99,
+        max_sequences=77,
+        gradient_checkpointing=True,
+        compiled=True,
+        eight_bit_optimiser=True,
+        cpu_offload=True,
+        lora=Lora(rank=4, targets=("q_proj",), base_bytes=2),
+    )
+    on_gpu = replace(setting, num_gpus=1, cpu_offload=False)
+    adapters = 2 * 4 * 256
+    assert parts_of(estimator_of(config), "train", on_gpu)["parameters"] == (
+        4 * (PARAMETERS + adapters) - 2 * 2 * 128 * 128
+    )
 
 
 def test_advice_for_one_phase(config: Config) -> None:

@@ -81,7 +81,7 @@ def advise(
             chosen[change.field] = change
             current = after
     # what came later may have made it needless
-    as_good = max(limit, current + WORTH_SAYING * before)
+    as_good = limit if current <= limit else current + WORTH_SAYING * before
     for field in list(chosen):
         rest = {name: change for name, change in chosen.items() if name != field}
         if needed(rest) <= as_good:
@@ -114,7 +114,7 @@ def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
         yield Change('training.optimiser = "adamw_8bit"', "eight_bit_optimiser", True)
     if setting.lora is None:
         yield Change(f"model.lora.rank = {LORA_RANK}", "lora", Lora(rank=LORA_RANK))
-    if hardware.is_gpu and not setting.cpu_offload:
+    if hardware.is_gpu and setting.is_sharded and not setting.cpu_offload:
         yield Change("training.cpu_offload = true", "cpu_offload", True)
     yield from (change for change in more_gpus if change.value > hardware.num_available)
 

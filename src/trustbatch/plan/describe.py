@@ -44,7 +44,7 @@ def _memory(estimator: Estimator) -> list[str]:
     if plan.is_prompt_assumed:
         prompts += ", which is assumed"
     per = "each GPU" if plan.is_gpu else "each process" if plan.num_gpus > 1 else "this machine"
-    lines.append(f"{MARGIN}on {per}, with {prompts}, about 15% more or less")
+    lines.append(f"{MARGIN}on {per}, with {prompts}")
     if plan.fits:
         lines.append(f"{MARGIN}fits: needs {size(plan.needed)} of {size(plan.capacity)}")
         lines += _waiting(plan)

@@ -97,16 +97,22 @@ class Estimator:
         on_device = 0.0 if setting.cpu_offload and self.hardware.is_gpu else 1 / setting.num_gpus
         trainable = self._trainable(setting)
         states = EIGHT_BIT_STATES if setting.eight_bit_optimiser else ADAMW_STATES
-        all_parameters = self.outline.num_parameters
-        if setting.lora is not None:
-            all_parameters += trainable
         return [
-            Part("parameters", FLOAT32 * all_parameters * on_device),
+            Part("parameters", self._parameters(setting) * on_device),
             Part("optimiser", states * trainable * on_device),
             Part("engine's weights", self._engine_weights(self.outline, setting.is_sharded)),
-            Part("reference", FLOAT32 * self._reference_parameters() * on_device),
+            Part("reference", FLOAT32 * self._reference_parameters(setting) * on_device),
             Part("second policies", self._second_policies()),
         ]
+
+    def _parameters(self, setting: Setting) -> float:
+        """Bytes of all parameters, those of adapters and the frozen ones beside them too."""
+        whole = FLOAT32 * self.outline.num_parameters
+        if setting.lora is None:
+            return whole
+        saved = FLOAT32 - setting.lora.base_bytes
+        adapted = self.outline.adapted_weights(setting.lora.targets)
+        return whole + FLOAT32 * self._trainable(setting) - saved * adapted
 
     def _trainable(self, setting: Setting) -> int:
         if setting.lora is None:
@@ -117,12 +123,13 @@ class Estimator:
         on_device = 0.0 if setting.cpu_offload and self.hardware.is_gpu else 1 / setting.num_gpus
         return FLOAT32 * self._trainable(setting) * on_device
 
-    def _reference_parameters(self) -> int:
+    def _reference_parameters(self, setting: Setting) -> int:
         if not self.config.build_objective().reference_kl_coef:
             return 0
         name = self.config.training.reference_model
-        if name is None:
-            return self.outline.num_parameters
+        if name is None or name == self.config.model.name:
+            # without its adapters the policy is the reference
+            return self.outline.num_parameters if setting.lora is None else 0
         return ModelOutline.read(
             name, trust_remote_code=self.config.model.trust_remote_code
         ).num_parameters
@@ -141,17 +148,25 @@ class Estimator:
         """Bytes of what the native engine keeps beside the trainer's parameters."""
         if self.config.rollout.engine != "native":
             return 0.0
-        precision = self._engine_precision
-        if is_sharded:
-            # a whole model of its own, in the type that it computes in
-            whole = outline.num_parameters * _itemsize(precision)
-            return whole + (outline.decoded_weights if precision == "fp8" else 0)
+        images = self._images(outline)
+        if not is_sharded:
+            return images
+        # a whole model of its own, its products in the trainer's precision
+        replica = FLOAT32 * outline.num_parameters
+        if self._product_type is not None:
+            replica -= (FLOAT32 - BFLOAT16) * outline.product_weights
+            if self._engine_precision == "bfloat16" and self.hardware.is_gpu and images:
+                images = BFLOAT16 * outline.head_weights  # of what is rounded there is no image
+        return replica + images
+
+    def _images(self, outline: ModelOutline) -> float:
+        """Bytes of rounded or re-ordered copies of weights in float32."""
         images = outline.decoded_weights
         if not self.hardware.is_gpu:
-            return FLOAT32 * images  # re-ordered, or rounded and kept as float32
-        if precision == "fp8":
+            return FLOAT32 * images
+        if self._engine_precision == "fp8":
             return images + (BFLOAT16 - 1) * outline.head_weights
-        return BFLOAT16 * images if precision == "bfloat16" else 0.0
+        return BFLOAT16 * images if self._engine_precision == "bfloat16" else 0.0
 
     @property
     def _product_type(self) -> torch.dtype | None:

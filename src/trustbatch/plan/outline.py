@@ -55,9 +55,12 @@ class ModelOutline:
     @cached_property
     def decoded_weights(self) -> int:
         """Weights of which the fast decoder has an image: products of all layers, and the head."""
-        if not self.is_decoded_fast:
-            return 0
-        return sum(layer.weight.numel() for _, layer in self._products()) + self.head_weights
+        return self.product_weights + self.head_weights if self.is_decoded_fast else 0
+
+    @cached_property
+    def product_weights(self) -> int:
+        """Weights of all products in the decoder layers."""
+        return sum(layer.weight.numel() for _, layer in self._products())
 
     @property
     def is_decoded_fast(self) -> bool:
@@ -95,10 +98,15 @@ class ModelOutline:
     def adapter_parameters(self, rank: int, targets: Sequence[str] | None) -> int:
         """Parameters of LoRA adapters on the layers of these names, or on all products."""
         return sum(
-            rank * (layer.in_features + layer.out_features)
-            for name, layer in self._products()
-            if targets is None or name in targets
+            rank * (layer.in_features + layer.out_features) for layer in self._adapted(targets)
         )
+
+    def adapted_weights(self, targets: Sequence[str] | None) -> int:
+        """Weights of the layers that have an adapter."""
+        return sum(layer.weight.numel() for layer in self._adapted(targets))
+
+    def _adapted(self, targets: Sequence[str] | None) -> list[nn.Linear]:
+        return [layer for name, layer in self._products() if targets is None or name in targets]
 
     def _products(self) -> list[tuple[str, nn.Linear]]:
         return [

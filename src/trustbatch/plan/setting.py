@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trustbatch.config import Config
+from trustbatch.config import ALL_LINEAR, Config, LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +12,17 @@ class Lora:
     rank: int
     targets: tuple[str, ...] | None = None
     """names of the layers that have one; None is every product of the decoder layers"""
+    base_bytes: int = 4
+    """of a frozen weight beside an adapter"""
+
+    @classmethod
+    def of(cls, config: LoraConfig) -> "Lora":
+        """Read them off [model.lora]."""
+        return cls(
+            rank=config.rank,
+            targets=None if ALL_LINEAR in config.targets else config.targets,
+            base_bytes=2 if config.base_precision == "bfloat16" else 4,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +43,20 @@ class Setting:
     @classmethod
     def of(cls, config: Config, *, num_gpus: int = 1) -> "Setting":
         """Read them off a configuration."""
+        training, lora = config.training, config.model.lora
         return cls(
             num_gpus=num_gpus,
-            micro_batch_tokens=config.training.micro_batch_tokens,
+            micro_batch_tokens=training.micro_batch_tokens,
             max_sequences=config.rollout.max_sequences,
+            gradient_checkpointing=training.gradient_checkpointing,
+            compiled=training.compile,
+            eight_bit_optimiser=training.optimiser == "adamw_8bit",
+            cpu_offload=training.cpu_offload,
+            lora=None if lora is None else Lora.of(lora),
             vllm_sleeps=config.rollout.vllm.sleep,
         )
 
     @property
     def is_sharded(self) -> bool:
         """Whether parameters are gathered layer by layer when they are needed."""
-        return self.num_gpus > 1 or self.cpu_offload
+        return self.num_gpus > 1
