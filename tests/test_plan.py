@@ -161,7 +161,6 @@ def test_parts_of_one_gpu(config: Config) -> None:
     assert generate == {
         "parameters": 4 * PARAMETERS,
         "optimiser": 8 * PARAMETERS,
-        "gradients": 4 * PARAMETERS,
         "engine's weights": 2 * (PRODUCTS + HEAD),
         "keys and values": pytest.approx(cache * 1.25),  # one of two layers twice, keys or values
         "logits": 2 * 4 * 512 * 16,

@@ -145,7 +145,8 @@ class Policy:
         """Context in which matrix products run in the policy's precision."""
         if self.product_dtype is None:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.product_dtype)
+        # a weight is used once in a pass: a cache would only keep rounded copies alive for longer
+        return torch.autocast(self.device.type, dtype=self.product_dtype, cache_enabled=False)
 
     @contextmanager
     def _forward_pass(self) -> Iterator[None]:

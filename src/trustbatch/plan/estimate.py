@@ -183,9 +183,8 @@ class Estimator:
         return "float32" if self._product_type is None else "bfloat16"
 
     def _generate(self, setting: Setting) -> list[Part]:
-        parts = [Part("gradients", self._gradients(setting))]  # of the last step, until the next
         if self.config.rollout.engine == "vllm":
-            return [*parts, self._vllm()]
+            return [self._vllm()]
         rollout, outline = self.config.rollout, self.outline
         num_rows = math.ceil(
             rollout.prompts_per_step * rollout.samples_per_prompt / setting.num_gpus
@@ -207,7 +206,6 @@ class Estimator:
         copies = TRUNCATED_LOGIT_COPIES if truncates else 2
         prompt_pass = min(PREFILL_TOKENS, num_prompts * self.prompt.num_tokens)
         return [
-            *parts,
             Part("keys and values", cache, is_elastic=True),
             Part("logits", copies * FLOAT32 * num_rows * outline.vocabulary),
             Part("prompts", prompt_pass * self.activations.layer),
@@ -233,23 +231,18 @@ class Estimator:
         gradients = Part("gradients", self._gradients(setting))
         saved = Part("activations", tokens * self._saved_a_token(setting))
         head = Part("log-probs", self._log_probs(tokens, setting))
+        # saved beside the activations, so with checkpointing those of one layer at a time
+        num_rounded = 1 if setting.gradient_checkpointing else self.outline.num_layers
         rounded_layer = 0.0 if setting.is_sharded else self.activations.rounded_layer
-        rounded = Part("rounded weights", rounded_layer * self.outline.num_layers)
-        in_backward = [gathered, saved, head]
-        if not setting.gradient_checkpointing:
-            in_backward.append(rounded)  # saved beside the activations
-        else:
-            in_backward.append(Part("rounded weights", rounded_layer))
+        rounded = Part("rounded weights", rounded_layer * num_rounded)
         moments = [
-            # autocast keeps its rounded weights until the layers' forward pass has ended
-            [*parts, gathered, saved, rounded],
             # the head's backward pass, while all layers wait for theirs
-            [*parts, *in_backward],
+            [*parts, gathered, saved, head, rounded],
             # the end: all gradients, and one that is still to be added
             [*parts, gathered, gradients, Part("last gradient", self._head_gradient(setting))],
         ]
         if tokens < in_step:  # then gradients of earlier micro-batches are there
-            moments = [[*moment, gradients] for moment in moments[:2]] + moments[2:]
+            moments[0].append(gradients)
         return moments
 
     def _saved_a_token(self, setting: Setting) -> float:

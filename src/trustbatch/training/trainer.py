@@ -101,7 +101,6 @@ class Trainer:
     def _optimiser_step(self, parts: Sequence[_Anchored], *, is_mixed: bool) -> Metrics:
         """Accumulate the gradient of all micro-batches, then step once, or not at all."""
         learning_rate = self._set_learning_rate()
-        self.optimiser.zero_grad(set_to_none=True)
         from_policy = self.objective.totals_need_policy
         totals, outputs = self._accumulate(parts, from_policy=from_policy, is_mixed=is_mixed)
         counted = sum(gathered(sum(output.num_tokens for output in outputs)))
@@ -115,6 +114,7 @@ class Trainer:
         usable = bool((totals.num_tokens > 0) & torch.isfinite(norm) & torch.isfinite(loss))
         if usable:
             self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)  # generation needs the memory
         self._count_skips(usable)
         self.num_optimiser_steps += 1
         of_ranks = gathered(merge_metrics(output.metrics for output in outputs))
