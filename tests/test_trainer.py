@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.training_cases import flat, watch_gradients
 
 from trustbatch.batching import units as units_module
 from trustbatch.batching.micro_batches import micro_batches
@@ -139,9 +140,9 @@ def test_shared_prompts_do_not_change_the_update(
             micro_batch_tokens=micro_batch_tokens,
             gradient_clip=1e9,
         )
+        gradients = watch_gradients(trainer)
         metrics = trainer.train(sequences)
-        gradients = [p.grad.flatten() for p in copied.model.parameters() if p.grad is not None]
-        results.append((torch.cat(gradients), metrics))
+        results.append((flat(gradients), metrics))
     (plain, expected), *others = results
     for shared, metrics in others:
         # the model's norms round to float32 on the way, so agreement ends at that precision
@@ -160,9 +161,10 @@ def test_padded_rows_give_the_same_update(
         copied = copy.deepcopy(policy)
         assert copied.packs
         copied.packs = packs
-        metrics = make_trainer(copied, objective, micro_batch_tokens=40).train(sequences)
-        gradients = [p.grad.flatten() for p in copied.model.parameters() if p.grad is not None]
-        results.append((torch.cat(gradients), metrics))
+        trainer = make_trainer(copied, objective, micro_batch_tokens=40)
+        gradients = watch_gradients(trainer)
+        metrics = trainer.train(sequences)
+        results.append((flat(gradients), metrics))
     (packed, expected), (padded, metrics) = results
     assert float((padded - packed).norm() / packed.norm()) < 1e-5
     for name, value in metrics.items():
@@ -374,11 +376,10 @@ def test_gradient_is_clipped_to_the_configured_norm(
     policy: Policy, sequences: list[TrainSequence]
 ) -> None:
     trainer = make_trainer(policy, "reinforce", gradient_clip=1e-3)
+    gradients = watch_gradients(trainer)
     metrics = trainer.train(sequences)
     assert metrics["gradient/norm"] > 1e-3  # reported before clipping
-    gradients = [p.grad for p in policy.model.parameters() if p.grad is not None]
-    norm = torch.cat([g.flatten() for g in gradients]).norm()
-    assert float(norm) == pytest.approx(1e-3, rel=1e-3)
+    assert float(flat(gradients).norm()) == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_policy_temperature_rescales_the_policy(

@@ -83,3 +83,21 @@ def policy_logp(policy: Policy, sequences: Sequence[TrainSequence]) -> torch.Ten
         )
         parts.append(token_logprobs(policy, batch, temperature=1.0).logp)
     return torch.cat(parts)
+
+
+def watch_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return a dictionary that holds the gradients of the last step that was taken."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(*_: object) -> None:
+        for name, parameter in trainer.policy.trained_parameters():
+            if parameter.grad is not None:
+                found[name] = parameter.grad.clone()
+
+    trainer.optimiser.register_step_pre_hook(note)
+    return found
+
+
+def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return all gradients end to end."""
+    return torch.cat([each.flatten() for each in gradients.values()])
