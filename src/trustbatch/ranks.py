@@ -33,10 +33,9 @@ def joined_ranks(device: str) -> Iterator[None]:
     if uses_gpu:
         _take_gpu(device, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if uses_gpu else "gloo", timeout=DEADLINE)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    # not after an error: others may be waiting in the middle of something, and torchrun ends them
+    dist.destroy_process_group()
 
 
 def _take_gpu(device: str, local_rank: int) -> None:
