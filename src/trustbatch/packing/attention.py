@@ -41,6 +41,7 @@ _GROUPED: dict[str, Any] = (
 )
 
 
+@torch.compiler.disable  # what is compiled must not depend on how one batch is laid out
 def packed_attention(
     module: Any,
     query: Tensor,
@@ -70,12 +71,11 @@ def packed_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (part.to(dtype) for part in (query, key, value))
-    attended = _attend(query, key, value, packed, scaling, sliding_window)  # pyright: ignore[reportCallIssue]
+    attended = _attend(query, key, value, packed, scaling, sliding_window)
     # in one order, whoever computed it: compiled layers are made for an order
     return attended.contiguous()[None], None
 
 
-@torch.compiler.disable  # what is compiled must not depend on how one batch is laid out
 def _attend(
     query: Tensor,
     key: Tensor,
