@@ -2,17 +2,18 @@
 
 import copy
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tests.training_cases import draw_sequences, policy_logp, train
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trustbatch
 from trustbatch.config import LoraConfig
-from trustbatch.errors import ConfigError
+from trustbatch.errors import CheckpointError, ConfigError
 from trustbatch.policy import ADAPTER_FOLDER, Policy
 from trustbatch.rollout.canary import Canary
 from trustbatch.rollout.native.decoder import LlamaDecoder
@@ -216,3 +217,46 @@ def test_a_run_with_adapters_is_resumed_exactly(tiny_folder: Path, tmp_path: Pat
         assert result.checkpoint is not None
         results.append(Path(result.checkpoint) / ADAPTER_FOLDER / "adapter_model.safetensors")
     assert results[0].read_bytes() == results[1].read_bytes()
+
+
+def test_a_run_does_not_go_on_with_other_frozen_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_folder, base)
+
+    def run(steps: int) -> None:
+        trustbatch.train(
+            model={"name": str(base), "lora": {"rank": 2}},
+            task="arithmetic",
+            rollout={"prompts_per_step": 1, "samples_per_prompt": 2, "max_tokens": 2},
+            training={"steps": steps},
+            run={"folder": str(tmp_path / "runs"), "checkpoint_every": 1},
+        )
+
+    run(2)
+    shutil.rmtree(tmp_path / "runs" / "run" / "checkpoints" / "step-2")
+    other = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.001)
+    other.save_pretrained(base)
+    with pytest.raises(CheckpointError, match="has adapters for other weights"):
+        run(2)
+
+
+def test_layers_that_could_not_be_merged_are_refused(policy: Policy) -> None:
+    """GPT-2's are not nn.Linear: PEFT would adapt them, and nobody would merge them."""
+    vocabulary = policy.model.config.vocab_size
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=vocabulary, eos_token_id=1)
+    other = Policy(GPT2LMHeadModel(config), policy.tokenizer, name="gpt2", precision="float32")
+    with pytest.raises(ConfigError, match="has others that PEFT would adapt"):
+        other.add_adapters(LoraConfig(rank=2), seed=0)
+
+
+def test_buffers_of_the_model_are_saved_with_merged_weights(tiny_folder: Path) -> None:
+    policy = Policy.load(str(tiny_folder), device="cpu", precision="float32")
+    policy.model.model.register_buffer("correction", torch.tensor([5.0, 0.0]))
+    policy.add_adapters(LoraConfig(rank=2), seed=0)
+    assert policy.adapters is not None
+    state = policy.adapters.merged_state()
+    assert state["model.correction"].tolist() == [5.0, 0.0]
+    assert "model.layers.0.self_attn.q_proj.weight" in state
+    assert not any("lora" in name or "base_layer" in name for name in state)

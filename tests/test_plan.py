@@ -330,7 +330,7 @@ def test_advice_on_a_larger_model(large: Config) -> None:
     assert of(12).startswith(
         'set training.gradient_checkpointing = true and training.optimiser = "adamw_8bit", which'
     )
-    assert "model.lora.rank = 32" in of(8)
+    assert "model.lora.rank = 16" in of(8)
     assert "cpu_offload" not in of(4)  # of parameters that are divided only
     assert "training.cpu_offload = true" in of(4, num=2)
     assert "; that still needs" in of(3)

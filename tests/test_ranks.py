@@ -12,8 +12,11 @@ import torch
 from safetensors.torch import load_file
 from tests.ranks import layers_worker, train_worker
 
+from trustbatch import cli, session
 from trustbatch.cli import main
+from trustbatch.config import parse_config
 from trustbatch.observe.run_folder import read_metrics
+from trustbatch.policy import Policy
 
 ROOT = Path(__file__).parent.parent
 
@@ -140,3 +143,54 @@ def test_adapters_and_other_ways_to_run_layers_train_the_same_on_two_ranks(
                 assert found == pytest.approx(value, rel=tolerance, abs=1e-6), (name, number, key)
     # what only changes how layers are run does not change what is learned
     torch.testing.assert_close(weights["compiled"], weights["recomputed"], rtol=0, atol=1e-9)
+
+
+def test_several_ranks_have_the_precision_of_where_they_compute(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They load on the CPU, and "auto" is not about that."""
+    monkeypatch.setattr(session, "num_ranks", lambda: 2)
+    for device, precision in (("cuda", "bfloat16"), ("cpu", "float32")):
+        tree = {
+            "model": {"name": str(tiny_folder), "device": device},
+            "task": {"name": "arithmetic"},
+        }
+        policy = session.load_model(parse_config(tree))
+        assert (policy.device.type, policy.precision) == ("cpu", precision)
+
+
+@pytest.mark.parametrize(
+    ("of_policy", "of_engine", "dtype"),
+    [
+        ("float32", "auto", torch.float32),
+        ("bfloat16", "auto", torch.bfloat16),
+        ("bfloat16", "float32", torch.float32),
+        ("float32", "fp8", torch.bfloat16),
+    ],
+)
+def test_a_replica_has_the_precision_of_the_engine(
+    tiny_folder: Path, of_policy: str, of_engine: str, dtype: torch.dtype
+) -> None:
+    policy = Policy.load(str(tiny_folder), device="cpu", precision=of_policy)
+    replica = policy.replica(torch.device("cpu"), precision=of_engine)
+    assert replica.model.model.layers[0].mlp.up_proj.weight.dtype == dtype
+    assert replica.model.model.embed_tokens.weight.dtype == torch.float32
+    assert policy.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+
+
+def test_an_error_in_the_configuration_is_said_once_a_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "SECONDS_FOR_RANK_ZERO", 0.0)
+    for rank, local_rank, says in (("0", "0", True), ("1", "1", False), ("8", "0", True)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert main(["train", "missing.toml"]) == 2
+        assert ("no configuration file" in capsys.readouterr().err) == says
+
+
+@pytest.mark.slow
+def test_graders_are_asked_once_and_processes_train_twice(tmp_path: Path) -> None:
+    """A grader that answers by chance must not divide the ranks."""
+    output = torchrun("twice", 2, str(tmp_path))
+    assert output.count("asked") == 8  # two runs of one prompt x 4 samples, on rank 0 alone

@@ -46,10 +46,22 @@ class Adapters:
             torch.manual_seed(seed)
             peft.inject_adapter_in_model(self.peft_config, model, adapter_name=_NAME)
         self.layers: list[Any] = [module for module in model.modules() if is_adapted(module)]
+        self._refuse_other_layers()
         for layer in self.layers:
             # autocast rounds the input once, for base and adapter alike
             layer.cast_input_dtype_enabled = False
             layer.get_base_layer().to(getattr(torch, config.base_precision))
+
+    def _refuse_other_layers(self) -> None:
+        """Refuse adapters beside something else than linear layers, which could not be merged."""
+        own = {part for layer in self.layers for part in _parts(layer)}
+        if own != {each for each in self.model.parameters() if each.requires_grad}:
+            model = type(self.model).__name__
+            raise ConfigError(
+                f"[model.lora] works beside linear layers (nn.Linear), and {model} has others that "
+                "PEFT would adapt: name its linear layers in model.lora.targets, or train the "
+                "whole model."
+            )
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of a model without adapters that computes the same, by its names."""
@@ -63,14 +75,12 @@ class Adapters:
                 yield owner + kind, whole(parameter.detach())
 
     def merged_state(self) -> dict[str, Tensor]:
-        """Return the state dict of a model without adapters that computes the same."""
-        trained = {name for name, _ in self.named_parameters()}
-        state = {
-            name.replace(_BASE, ""): value
-            for name, value in self.model.state_dict().items()
-            if name not in trained
+        """Return what a model without adapters that computes the same saves; tied weights once."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        buffers = {
+            name: value for name, value in self.model.state_dict().items() if name not in parameters
         }
-        return state | dict(self.merged_weights())
+        return buffers | dict(self.merged_weights())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the adapters' own parameters, by their names in the model."""

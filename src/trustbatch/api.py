@@ -83,6 +83,11 @@ def _train(config: Config, task: Task | None) -> RunResult:
     if session.step >= config.training.steps:
         line = f"{config.run.name} is already finished; nothing to train."
         LiveLine(stream).show(line, last=True)
+    elif session.step:
+        LiveLine(stream).show(f"{config.run.name} goes on after step {session.step}.", last=True)
+    if config.training.compile:
+        line = "The first step compiles the layers, which can take a minute."
+        LiveLine(stream).show(line, last=True)
     progress = Progress(config.run.name, config.training.steps, done=session.step, stream=stream)
     try:
         train_sync(session, progress)

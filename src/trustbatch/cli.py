@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from rich.table import Table
 from trustbatch import __version__
 from trustbatch.errors import ConfigError, TrustbatchError
 
+SECONDS_FOR_RANK_ZERO = 20.0
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; an error a user can act on is printed without a traceback."""
@@ -21,8 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(words)
     except (TrustbatchError, OSError) as error:
         rank = os.environ.get("RANK", "0")
-        if isinstance(error, ConfigError) and rank != "0":
-            return 2  # every process under torchrun finds the same; the first one says so
+        if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
+            # every process of a machine finds the same and the first one says so, unless another
+            # one ends before it: then torchrun ends all of them
+            time.sleep(SECONDS_FOR_RANK_ZERO)
+            return 2
         who = f"rank {rank}: " if rank != "0" else ""
         Console(stderr=True, soft_wrap=True).print(
             f"{who}error: {error}", markup=False, style="red"
@@ -141,6 +147,8 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.rollout.vllm_engine import require_vllm
     from trustbatch.session import configured_task
 
+    if int(os.environ.get("RANK", "0")) > 0:
+        return 0  # under torchrun the first process speaks for all
     config = load_config(options.config, overrides)
     task = configured_task(config)
     if config.rollout.engine == "vllm":

@@ -37,6 +37,11 @@ def open_engines(
         second_policies = load_second_policies(config, policy)  # refused before an engine starts
         engine = build_engine(config, policy, version=version)
         return Engines(engine, _with_second_policies(config, engine, second_policies))
+    if replica is None and config.rollout.vllm.mode == "in_process":
+        raise ConfigError(
+            'rollout.vllm.mode = "in_process" is for one process, and torchrun started '
+            f'{num_ranks()}: set it to "server".'
+        )
     num_owners = num_ranks() if replica is not None else 1
     own = own_and_second = None
     if this_rank() < num_owners:

@@ -95,7 +95,7 @@ class Policy:
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"model.device = {device!r}, but torch sees no GPU: set it to cpu.")
         if precision == "auto":
-            precision = "bfloat16" if device.startswith("cuda") else "float32"
+            precision = default_precision(device)
         file = find_gguf(name)
         if file is not None:
             with quiet_bars():  # it has a line of its own
@@ -194,16 +194,18 @@ class Policy:
         for name, parameter in self.model.named_parameters():
             yield name, whole(parameter.detach())
 
-    def replica(self, device: torch.device) -> "Policy":
-        """Return a frozen copy for an engine, layers in the precision of their products.
+    def replica(self, device: torch.device, *, precision: str = "auto") -> "Policy":
+        """Return a frozen copy for an engine, layers in the precision of its products.
 
-        What lies around the layers stays float32, as in the policy itself.
+        What lies around the layers stays float32, as in the policy itself. FP8 is made from
+        bfloat16.
         """
         copied = copy.deepcopy(self).freeze()
+        precision = self.precision if precision == "auto" else precision
         for layer in decoder_layers(copied.model):
             for module in layer.modules():
-                if isinstance(module, nn.Linear) and self.product_dtype is not None:
-                    module.to(self.product_dtype)
+                if isinstance(module, nn.Linear) and precision != "float32":
+                    module.to(torch.bfloat16)
         copied.model.to(device)
         copied.device = device
         return copied
@@ -277,6 +279,11 @@ def _inputs(input_ids: Tensor, packed: PackedLayout | None) -> dict[str, Any]:
         "use_cache": False,
         "packed": packed,
     }
+
+
+def default_precision(device: str) -> str:
+    """Return what "auto" means for the products on a device."""
+    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:

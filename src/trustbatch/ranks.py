@@ -3,10 +3,11 @@
 Every function but `this_rank` and `num_ranks` is collective: all ranks call it in the same order.
 """
 
+import atexit
 import io
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -31,25 +32,27 @@ def joined_ranks(device: str) -> Iterator[None]:
         return
     uses_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if uses_gpu:
-        _take_gpu(device, int(os.environ["LOCAL_RANK"]))
+        _take_gpu(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if uses_gpu else "gloo", timeout=DEADLINE)
     yield
-    # not after an error: others may be waiting in the middle of something, and torchrun ends them
-    dist.destroy_process_group()
+    # they stay together for a second run, which could not meet at the same place again; not after
+    # an error: others may be waiting in the middle of something, and torchrun ends them
+    atexit.register(dist.destroy_process_group)
 
 
-def _take_gpu(device: str, local_rank: int) -> None:
+def _take_gpu(device: str) -> None:
     if device not in ("auto", "cuda"):
         raise ConfigError(
             f"model.device = {device!r} names one GPU for several processes: set it to cuda, and "
             "each process takes its own."
         )
-    if local_rank >= torch.cuda.device_count():
+    num_local = int(os.environ["LOCAL_WORLD_SIZE"])
+    if num_local > torch.cuda.device_count():
         raise ConfigError(
-            f"This machine shows {torch.cuda.device_count()} GPUs and torchrun started a process "
-            f"number {local_rank + 1}: lower --nproc-per-node, or set model.device to cpu."
+            f"This machine shows {torch.cuda.device_count()} GPUs and torchrun started {num_local} "
+            "processes: lower --nproc-per-node, or set model.device to cpu."
         )
-    torch.cuda.set_device(local_rank)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def rank_device(device: str) -> torch.device:
@@ -100,6 +103,11 @@ def from_rank_zero(value: Any) -> Any:
     if num_ranks() > 1:
         dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def done_once(function: Callable[[], Any]) -> Any:
+    """Return what a function gives on rank 0, the only one that calls it."""
+    return from_rank_zero(function() if this_rank() == 0 else None)
 
 
 class _HostPickler(pickle.Pickler):

@@ -8,7 +8,7 @@ from trustbatch.config import Config
 from trustbatch.engines import open_engines
 from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
-from trustbatch.policy import Policy
+from trustbatch.policy import Policy, default_precision
 from trustbatch.ranks import num_ranks, rank_device, this_rank
 from trustbatch.rollout.canary import NUM_PROMPTS, Canary
 from trustbatch.rollout.engine import RolloutEngine
@@ -55,7 +55,9 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     policy = _load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
     replica = None
     if num_ranks() > 1 and config.rollout.engine == "native":
-        replica = policy.replica(rank_device(config.model.device))
+        replica = policy.replica(
+            rank_device(config.model.device), precision=config.rollout.precision
+        )
     _add_adapters(config, policy)
     reference = _load_reference(config, policy)
     if num_ranks() > 1:
@@ -144,11 +146,16 @@ def load_policy(config: Config) -> Policy:
 
 def load_model(config: Config, name: str | None = None) -> Policy:
     """Load the model of [model], or another one in its place and precision."""
+    device, precision = config.model.device, config.model.precision
+    if num_ranks() > 1:
+        # they first divide it, and only then move their parts to where they compute
+        if precision == "auto":
+            precision = default_precision(rank_device(device).type)
+        device = "cpu"
     return Policy.load(
         name or config.model.name,
-        # several ranks first divide it, and only then move their parts to where they compute
-        device=config.model.device if num_ranks() == 1 else "cpu",
-        precision=config.model.precision,
+        device=device,
+        precision=precision,
         trust_remote_code=config.model.trust_remote_code,
     )
 
@@ -161,7 +168,11 @@ def _add_adapters(config: Config, policy: Policy) -> None:
 def _shard(config: Config, policy: Policy, reference: Policy | None) -> None:
     device, offload = rank_device(config.model.device), config.training.cpu_offload
     shard(policy, device=device, offload=offload)
-    if reference is not None and reference.model is not policy.model:
+    if reference is None:
+        return
+    if reference.model is policy.model:
+        reference.device = policy.device  # the same without its adapters
+    else:
         shard(reference, device=device, offload=offload)
 
 

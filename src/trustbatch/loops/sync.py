@@ -7,6 +7,7 @@ from trustbatch.batching.samples import to_sequences
 from trustbatch.observe.progress import Progress
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.plan.shortage import memory_advice
+from trustbatch.ranks import done_once
 from trustbatch.rewards import score
 from trustbatch.rollout.collect import collect
 from trustbatch.session import Session
@@ -31,7 +32,8 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         groups = session.pending.popleft()
         generated = time.perf_counter()
 
-        rewards = score(groups, session.task)
+        # once for all ranks: a grader need not give the same answer twice
+        rewards = done_once(lambda groups=groups: score(groups, session.task))
         advantages = ADVANTAGES[config.advantage.name](rewards, **config.advantage.options)
         metrics = rollout_metrics(groups, rewards, policy=session.policy.name, version=session.step)
         trained_from = time.perf_counter()

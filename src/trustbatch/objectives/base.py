@@ -40,6 +40,14 @@ class Totals:
         """Return the sum of values divided by the step's number of sequences."""
         return values.sum() / self.num_sequences.clamp(min=1.0).to(values.dtype)
 
+    def to(self, device: torch.device) -> "Totals":
+        """Move every number: what was gathered over ranks is in host memory."""
+        return Totals(
+            num_tokens=self.num_tokens.to(device),
+            num_sequences=self.num_sequences.to(device),
+            moments={name: each.to(device) for name, each in self.moments.items()},
+        )
+
     def __add__(self, other: "Totals") -> "Totals":
         assert self.moments.keys() == other.moments.keys(), "totals of different objectives"
         return Totals(

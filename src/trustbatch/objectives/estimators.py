@@ -49,6 +49,16 @@ class RatioMoments:
             num_below=(log_ratio < -LOG_RATIO_BOUND).sum().double(),
         )
 
+    def to(self, device: torch.device) -> "RatioMoments":
+        """Move every number."""
+        return RatioMoments(
+            count=self.count.to(device),
+            ratio_sum=self.ratio_sum.to(device),
+            ratio_square_sum=self.ratio_square_sum.to(device),
+            num_above=self.num_above.to(device),
+            num_below=self.num_below.to(device),
+        )
+
     def __add__(self, other: "RatioMoments") -> "RatioMoments":
         return RatioMoments(
             count=self.count + other.count,

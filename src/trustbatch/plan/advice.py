@@ -8,7 +8,7 @@ from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.memory import size
 from trustbatch.plan.setting import Lora, Setting
 
-LORA_RANK = 32
+LORA_RANK = 16
 MOST_GPUS = 64
 FEWEST_SEQUENCES = 16
 FEWEST_TOKENS = 2048

@@ -8,6 +8,7 @@
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trustbatch.errors import CheckpointError
 from trustbatch.observe.progress import LiveLine
 from trustbatch.policy import Policy
-from trustbatch.ranks import from_rank_zero, this_rank
+from trustbatch.ranks import from_rank_zero, gathered, this_rank
 from trustbatch.rollout.records import group_from_record
 from trustbatch.training.manifest import listed_bytes, verify
 from trustbatch.training.shards import StoredTensor, is_plain, list_tensors, read_into
@@ -83,6 +85,7 @@ def restore(checkpoint: Path, trainer: Trainer) -> Resumed:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         stored = list_tensors(folder)
         _refuse_other_model(checkpoint, str(state["model"]), stored, trainer)
+        _refuse_other_base(checkpoint, float(state["frozen_sum"]), trainer.policy)
         # before the weights, since a step is taken to make the optimiser's state
         _restore_optimiser(trainer, stored, folder)
         read_into(_with_prefix(WEIGHTS, weights_of(trainer.policy)), folder)
@@ -113,6 +116,19 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
         if first.setdefault(id(tensor), name) == name:
             tensors[name] = tensor.detach()
     return tensors
+
+
+def frozen_sum(policy: Policy) -> float:
+    """Return the sum of the weights beside adapters, which are not trained; collective."""
+    if policy.adapters is None:
+        return 0.0
+    parts = [
+        (p.to_local() if isinstance(p, DTensor) else p).detach().double().sum().item()
+        for p in policy.model.parameters()
+        if not p.requires_grad
+    ]
+    is_divided = any(isinstance(p, DTensor) for p in policy.model.parameters())
+    return math.fsum(gathered(math.fsum(parts)) if is_divided else parts)
 
 
 def optimiser_state_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -163,6 +179,15 @@ def _refuse_other_model(
         raise CheckpointError(
             f"{checkpoint} is of another model ({difference}): choose another run.name, or the "
             "model.name that it was trained with."
+        )
+
+
+def _refuse_other_base(checkpoint: Path, expected: float, policy: Policy) -> None:
+    # as exact as sums over another number of ranks are
+    if not math.isclose(frozen_sum(policy), expected, rel_tol=1e-9, abs_tol=1e-9):
+        raise CheckpointError(
+            f"{checkpoint} has adapters for other weights than those of {policy.name!r} now: put "
+            "the model that the run began with back in its place, or choose another run.name."
         )
 
 

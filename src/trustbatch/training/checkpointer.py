@@ -31,6 +31,7 @@ from trustbatch.training.checkpoint import (
     STATE_FILE,
     TRAINER_FOLDER,
     WEIGHTS,
+    frozen_sum,
     list_checkpoints,
     optimiser_state_of,
     step_of,
@@ -106,6 +107,7 @@ class Checkpointer:
             state={
                 "step": step,
                 "model": trainer.policy.name,
+                "frozen_sum": frozen_sum(trainer.policy),
                 "num_optimiser_steps": trainer.num_optimiser_steps,
                 "num_consecutive_skips": trainer.num_consecutive_skips,
             },
@@ -256,7 +258,7 @@ def _merged_weights(policy: Policy) -> dict[str, Tensor]:
     if policy.adapters is None:
         return {}
     keeps = this_rank() == 0
-    return {name: each.cpu() for name, each in policy.named_weights() if keeps}
+    return {name: each.cpu() for name, each in policy.adapters.merged_state().items() if keeps}
 
 
 def _whole_weights(folder: Path) -> dict[str, Tensor]:

@@ -173,7 +173,8 @@ class Trainer:
                         ).logp
                 tokens = self._pack(part, logp)
             totals.append(self.objective.totals(tokens))
-        return functools.reduce(operator.add, gathered(functools.reduce(operator.add, totals)))
+        of_ranks: list[Totals] = gathered(functools.reduce(operator.add, totals))
+        return functools.reduce(operator.add, of_ranks).to(self.policy.device)
 
     def _tokens(self, part: _Anchored) -> TokenBatch:
         """Run the policy with gradient, and lay its tokens beside what is known of them."""
