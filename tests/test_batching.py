@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train_sequences import make_completion, make_sequence
+from trustbatch.batching.division import packed_bins
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.batching.samples import mini_batches, to_sequences
-from trustbatch.batching.units import ATTENTION_CATCHES_UP
+from trustbatch.batching.units import ATTENTION_CATCHES_UP, TrainUnit
 from trustbatch.types import Prompt, RolloutGroup, TrainSequence
 
 PAD = 999
@@ -257,3 +258,12 @@ def test_mini_batches_differ_between_seeds_and_are_never_empty() -> None:
     first, other = (mini_batches(sequences, 3, seed=seed) for seed in "ab")
     assert [s.advantage for s in first[0]] != [s.advantage for s in other[0]]
     assert len(mini_batches(sequences[:2], 5, seed="a")) == 2
+
+
+def test_few_bins_come_before_even_ones() -> None:
+    """Spread by cost, 5 and 4 would meet in one bin of 10, 5 and 3 in the other, and 3 be left."""
+    lengths = [5, 5, 4, 3, 3]
+    units = [TrainUnit((make_sequence([7] * length, [8], 0.0),)) for length in lengths]
+    assert [unit.num_tokens for unit in units] == lengths
+    bins = packed_bins(units, max_tokens=10, num_ranks=1)
+    assert [[unit.num_tokens for unit in each] for each in bins] == [[5, 5], [4, 3, 3]]
