@@ -15,6 +15,8 @@ from tests.ranks import layers_worker, train_worker
 from trustbatch import cli, session
 from trustbatch.cli import main
 from trustbatch.config import parse_config
+from trustbatch.objectives import Totals
+from trustbatch.objectives.estimators import RatioMoments
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.policy import Policy
 
@@ -194,3 +196,36 @@ def test_graders_are_asked_once_and_processes_train_twice(tmp_path: Path) -> Non
     """A grader that answers by chance must not divide the ranks."""
     output = torchrun("twice", 2, str(tmp_path))
     assert output.count("asked") == 8  # two runs of one prompt x 4 samples, on rank 0 alone
+
+
+def test_a_reference_without_adapters_computes_where_the_policy_does(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shares the model, which is divided once; only the place has to follow."""
+    pytest.importorskip("peft")
+    elsewhere = torch.device("meta")
+    divided: list[Policy] = []
+
+    def divide(policy: Policy, **_: object) -> None:
+        divided.append(policy)
+        policy.device = elsewhere
+
+    monkeypatch.setattr(session, "shard", divide)
+    model = {"name": str(tiny_folder), "device": "cpu", "lora": {"rank": 2}}
+    config = parse_config({"model": model, "task": {"name": "arithmetic"}})
+    policy = session.load_policy(config)
+    reference = policy.without_adapters()
+    session._shard(config, policy, reference)
+    assert divided == [policy]
+    assert reference.device == elsewhere
+
+
+def test_totals_move_as_a_whole() -> None:
+    """What is gathered over ranks is in host memory, and a GPU's clamp takes nothing from there."""
+    totals = Totals(
+        torch.ones(()), torch.ones(()), {"behaviour": RatioMoments.of(torch.zeros(3))}
+    ).to(torch.device("meta"))
+    moments = totals.moments["behaviour"]
+    parts = [totals.num_tokens, totals.num_sequences, *vars(moments).values()]
+    assert len(parts) == 7
+    assert all(part.is_meta for part in parts)
