@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from qwen3_shapes import SHAPES, make_checkpoint
-from step_gpu import RandomPrompts
+from step_gpu import EnoughError, RandomPrompts
 from worker_process import Results, describe_machine, end_here, run_worker
 
 from trustbatch.config import Config, apply_override, parse_config
@@ -73,7 +73,8 @@ def configure(case: Case, *, model: str, folder: str, steps: int, objective: str
             "samples_per_prompt": case.samples,
             "max_tokens": case.tokens,
         },
-        "training": {"steps": steps, "micro_batch_tokens": case.micro_batch_tokens},
+        # the last step of a run saves a checkpoint, which takes long and is not wanted here
+        "training": {"steps": steps + 1, "micro_batch_tokens": case.micro_batch_tokens},
         "run": {"name": "memory", "folder": folder},
     }
     for override in case.overrides:
@@ -107,6 +108,20 @@ class Peaks:
         return watched_call
 
 
+class UntilStep(Progress):
+    """Ends the run after the last step that is measured."""
+
+    def __init__(self, name: str, last_step: int) -> None:
+        super().__init__(name, last_step)
+        self._last_step = last_step
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the step, then end the run if it was the last."""
+        super().update(step, metrics)
+        if step >= self._last_step:
+            raise EnoughError
+
+
 def compare(
     name: str, case: Case, model: str, *, steps: int, objective: str
 ) -> list[dict[str, Any]]:
@@ -120,7 +135,9 @@ def compare(
         session.engine.generate = peaks.watched("generate", session.engine.generate)
         session.trainer.train = peaks.watched("train", session.trainer.train)
         try:
-            train_sync(session, Progress(name, steps))
+            train_sync(session, UntilStep(name, steps))
+        except EnoughError:
+            pass
         finally:
             session.engine.close()
             session.run.close()

@@ -48,6 +48,7 @@ from worker_process import (
 )
 
 from trustbatch.config import Config, apply_override, parse_config
+from trustbatch.plan import estimate_memory
 from trustbatch.session import Session, open_session
 from trustbatch.types import Completion, FinishReason, Provenance, TrainSequence
 
@@ -74,6 +75,7 @@ class Case:
     steps: int
     overrides: tuple[str, ...]
     peak_flops: float
+    profile: bool
     output: str
     run: str
 
@@ -111,6 +113,8 @@ def run_case(case: Case) -> None:
                 forget_memory(session)
                 watch.restart()
                 seconds = time_steps(case, session, sequences)
+                if case.profile:
+                    profile_step(case, session, sequences, objective)
                 result = describe_result(case, session, objective, seconds)
                 memory = {
                     "measured_gib": watch.peaks_gib(),
@@ -293,15 +297,23 @@ def recomputes_layers(config: Config) -> bool:
     return bool(getattr(config.training, "gradient_checkpointing", False))
 
 
-def estimated_gib(config: Config) -> float | None:
-    """Return the peak that the plan of `--dry-run` foretells.
+def estimated_gib(config: Config) -> float:
+    """Return the training phase's peak that `--dry-run` foretells; nothing is generated here."""
+    return estimate_memory(config).phase("train").total / 2**30
 
-    PLACE FOR THE PLAN'S ESTIMATE: call the function of `trustbatch.plan` that returns it as a
-    number, for the training phase alone, since nothing is generated here. The lines of results,
-    the table and the README have a column for it.
-    """
-    del config
-    return None
+
+def profile_step(
+    case: Case, session: Session, sequences: Sequence[TrainSequence], objective: str
+) -> None:
+    """Write which kernels an optimiser step spends its time in, beside the results."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        session.trainer.train(sequences)
+    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    table = profile.key_averages().table(sort_by=by, row_limit=45, max_name_column_width=90)
+    Path(f"{case.output}.{case.name}-{objective}.profile.txt").write_text(table)
 
 
 # --- all cases ------------------------------------------------------------------------------------
@@ -322,6 +334,7 @@ def cases(arguments: argparse.Namespace, run: str) -> Iterator[Case]:
                 steps=arguments.steps,
                 overrides=overrides_of(arguments.set, shape, length),
                 peak_flops=arguments.peak_flops,
+                profile=arguments.profile,
                 output=str(arguments.output),
                 run=run,
             )
@@ -417,6 +430,9 @@ def parse_arguments() -> argparse.Namespace:
         help="change the configuration, of one shape alone where it is named; may be repeated",
     )
     parser.add_argument("--peak-flops", type=float, default=H200_PEAK, help="of the device")
+    parser.add_argument(
+        "--profile", action="store_true", help="write the kernels' times beside the results"
+    )
     parser.add_argument("--seconds", type=float, default=570.0, help="for all cases together")
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="of the checkpoints"
