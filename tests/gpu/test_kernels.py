@@ -20,7 +20,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from trustbatch.rollout.native import kernels  # noqa: E402
-from trustbatch.rollout.native.paged_cache import PagedCache  # noqa: E402
+from trustbatch.rollout.native.paged_cache import SPARE, PagedCache  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -134,3 +134,21 @@ def test_pages_hold_and_read_what_the_dense_cache_does(
     for cache in (paged, dense):
         cache.keep([])
     assert sorted(paged._free) == list(range(1, paged.num_pages))
+
+
+def test_a_cleared_pool_starts_with_what_it_needed_before() -> None:
+    """Growing takes time and leaves holes: a run pays for it once."""
+    heads = Heads(num_query=2, num_kv=1, dim=16, epsilon=1e-6)
+    cache = PagedCache(heads, 1, torch.float32, device=DEVICE, max_rows=16)
+    cache.add_prompts([640] * 8, [1] * 8)
+    cache.finish_prompts()
+    held = 1 + 8 * 10
+    address = cache.address
+    cache.clear()
+    assert (cache.rows, cache.num_pages) == ([], 1)
+    assert cache.address != address
+    cache.add_prompts([64], [1])
+    assert cache.num_pages == int(held * SPARE)
+    cache.clear()
+    cache.add_prompts([64], [1])
+    assert cache.num_pages < held  # short completions need no large pool for good

@@ -41,6 +41,10 @@ class Cache(Protocol):
         """Tokens in the longest row."""
         ...
 
+    def clear(self) -> None:
+        """Drop all rows and give their memory back."""
+        ...
+
     def add_prompts(self, lengths: list[int], copies: list[int]) -> None:
         """Make room for prompts, padded on the right, and for so many rows that continue each."""
         ...

@@ -115,8 +115,7 @@ class LlamaDecoder:
 
     def forget(self) -> None:
         """Drop the cache and give its memory back."""
-        self.cache = self._new_cache()
-        self._moves += 1
+        self.cache.clear()
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]], copies: list[int]) -> Tensor:

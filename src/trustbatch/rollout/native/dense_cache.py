@@ -20,6 +20,10 @@ class DenseCache:
         self.dtype = dtype
         self.blocks: list[PromptBlock] = []
 
+    def clear(self) -> None:
+        """Drop all rows and give their memory back."""
+        self.blocks = []
+
     def add_prompts(self, lengths: list[int], copies: list[int]) -> None:
         """Make room for prompts, padded on the right, and for so many rows that continue each."""
         block = PromptBlock(lengths, copies, self.heads, self.num_layers, self.dtype)

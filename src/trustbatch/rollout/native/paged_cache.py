@@ -17,6 +17,8 @@ from trustbatch.rollout.native.kernels import PAGE
 SCRATCH = 0
 """the page that padding writes to"""
 GROWTH = 1.5
+SPARE = 1.125
+"""room of a pool beside what was held at most before it was cleared"""
 
 
 class _NewPrompts(NamedTuple):
@@ -41,22 +43,31 @@ class PagedCache:
     ) -> None:
         self.heads = heads
         self.device = device
+        self.dtype = dtype
+        self.num_layers = num_layers
         self.shape = (heads.num_kv, PAGE, heads.dim)
-        self.keys = [
-            torch.empty(1, *self.shape, dtype=dtype, device=device) for _ in range(num_layers)
-        ]
-        self.values = [torch.empty_like(part) for part in self.keys]
         self.num_processors = _num_processors(device)
         self.max_rows = max_rows
-        self.table = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
         self.address = 0
         """changes whenever a tensor that a recorded graph reads has moved"""
+        self._most_held = self._expected = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all rows and give their memory back; the next pool starts with what they needed."""
+        options = {"dtype": self.dtype, "device": self.device}
+        self.keys = [torch.empty(1, *self.shape, **options) for _ in range(self.num_layers)]
+        self.values = [torch.empty_like(part) for part in self.keys]
+        self.table = torch.zeros(self.max_rows, 1, dtype=torch.int32, device=self.device)
+        self.address += 1
         self.rows: list[list[int]] = []
         self.lengths: list[int] = []
         self._holders = [1]  # the scratch page is never free
         self._free: list[int] = []
         self._new = _NewPrompts([], [], [])
         self._table_is_current = False
+        self._expected = int(self._most_held * SPARE)
+        self._most_held = 0
 
     @property
     def longest(self) -> int:
@@ -166,6 +177,7 @@ class PagedCache:
     def _take(self) -> int:
         page = self._free.pop()
         self._holders[page] = 1
+        self._most_held = max(self._most_held, self.num_pages - len(self._free))
         return page
 
     def _require(self, num_pages: int) -> None:
@@ -174,7 +186,7 @@ class PagedCache:
         if missing <= 0:
             return
         old = self.num_pages
-        least, wanted = old + missing, int(old * GROWTH)
+        least, wanted = old + missing, max(int(old * GROWTH), self._expected)
         try:
             new = self._grow(max(least, wanted))
         except torch.OutOfMemoryError:
@@ -189,11 +201,13 @@ class PagedCache:
         """Make every layer's pool at least this large, one after the other."""
         self.address += 1
         for parts in (self.keys, self.values):
-            for layer, part in enumerate(parts):
-                if len(part) < num_pages:
-                    grown = part.new_empty(num_pages, *self.shape)
-                    grown[: len(part)] = part
+            for layer in range(self.num_layers):
+                if len(parts[layer]) < num_pages:
+                    grown = parts[layer].new_empty(num_pages, *self.shape)
+                    grown[: len(parts[layer])] = parts[layer]
                     parts[layer] = grown
+                    if self.device.type == "cuda":
+                        torch.cuda.empty_cache()  # the old place is too small for any later pool
         return num_pages
 
     def _write_table(self, width: int) -> None:
