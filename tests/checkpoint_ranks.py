@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from trustbatch.config import TrainingConfig
+from trustbatch.loop_state import LoopState
 from trustbatch.objectives import build_objective
 from trustbatch.policy import Policy
 from trustbatch.training.checkpoint import (
@@ -169,7 +170,7 @@ def fail_on_rank_one(model: Path, folder: Path, how: str) -> None:
         limit_file_size(20_000)
     if rank == 0 or how != "absent":
         try:
-            checkpointer.save(1, [])
+            checkpointer.save(LoopState(step=1))
             checkpointer.finish()
         except CheckpointError as error:
             (folder.parent / f"error-{rank}").write_text(str(error))
@@ -188,10 +189,10 @@ def save_with_a_full_disk(model: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     trainer = make_trainer(model)
     checkpointer = Checkpointer(folder, trainer, keep=2)
-    checkpointer.save(1, [])
+    checkpointer.save(LoopState(step=1))
     checkpointer.finish()
     limit_file_size(100_000)
-    checkpointer.save(2, [])
+    checkpointer.save(LoopState(step=2))
     deadline = time.monotonic() + 60
     try:
         while time.monotonic() < deadline:

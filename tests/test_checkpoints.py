@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint_ranks as ranks
 from trustbatch.errors import CheckpointError
+from trustbatch.loop_state import LoopState
 from trustbatch.tiny import build_tokenizer
 from trustbatch.training.checkpoint import (
     list_checkpoints,
@@ -117,7 +118,7 @@ def test_training_goes_on_while_the_state_of_before_is_written(
     before = ranks.whole_state(trainer)
     may_write = threading.Event()
     checkpointer._pool.submit(may_write.wait)
-    checkpointer.save(1, [])
+    checkpointer.save(LoopState(step=1))
     ranks.take_step(trainer, 2)  # changes weights and moments in place
     assert list_checkpoints(tmp_path) == []
     may_write.set()
@@ -343,11 +344,11 @@ def test_a_failed_write_does_not_hide_the_error_that_ends_a_run(
     folder = tmp_path / "checkpoints"
     checkpointer = Checkpointer(folder, trainer, keep=2)
     folder.write_text("not a folder")
-    checkpointer.save(1, [])
+    checkpointer.save(LoopState(step=1))
     checkpointer.close()
     assert "step-1 could not be written" in capsys.readouterr().err
     checkpointer = Checkpointer(folder, trainer, keep=2)
-    checkpointer.save(1, [])
+    checkpointer.save(LoopState(step=1))
     with pytest.raises(CheckpointError, match="there is no other"):
         checkpointer.finish()
     checkpointer.finish()  # told once
@@ -377,7 +378,7 @@ def test_a_long_wait_is_visible(
     checkpointer = Checkpointer(tmp_path, trainer, keep=2)
     may_write = threading.Event()
     checkpointer._pool.submit(may_write.wait)
-    checkpointer.save(1, [])
+    checkpointer.save(LoopState(step=1))
     threading.Timer(0.2, may_write.set).start()
     monkeypatch.setattr("trustbatch.training.checkpointer.SECONDS_BETWEEN_LINES", 0.01)
     checkpointer.finish()

@@ -362,7 +362,7 @@ def test_a_mixed_run_resumes_exactly(tiny_folder: Path, other_folder: Path, tmp_
     config = parse_config(tables(tiny_folder, tmp_path / "cut", policies))
     session: Session = open_session(config)
     session.run.close()
-    (pending,) = session.pending
+    (pending,) = session.loop.pending
     drawn_by = {c.provenance.policy for group in pending for c in group.completions}
     assert drawn_by == {"other", str(tiny_folder)}
     again = train(tiny_folder, tmp_path / "cut", policies)

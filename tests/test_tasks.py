@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trustbatch.errors import RewardError
-from trustbatch.rewards import score
+from trustbatch.rewards import Scorer, rewards_of
 from trustbatch.tasks import build_task
 from trustbatch.tasks.arithmetic import LEVELS, Arithmetic
 from trustbatch.tasks.file import FileTask, final_answer
@@ -193,9 +193,9 @@ def make_group(task: OddTask) -> RolloutGroup:
 def test_a_grader_that_returns_no_number_stops_the_run(reward: object) -> None:
     task = OddTask(reward)
     with pytest.raises(RewardError, match="The grader of task odd returned"):
-        score([make_group(task)], task)
+        Scorer(task).score([make_group(task)])
 
 
 def test_rewards_have_one_row_a_group() -> None:
     task = OddTask(0.5)
-    assert score([make_group(task)] * 3, task).tolist() == [[0.5, 0.5]] * 3
+    assert rewards_of(Scorer(task).score([make_group(task)] * 3)).tolist() == [[0.5, 0.5]] * 3

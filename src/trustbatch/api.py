@@ -80,19 +80,24 @@ def _train(config: Config, task: Task | None) -> RunResult:
         session = open_session(config, task)
     # one of the ranks speaks for all
     stream = sys.stderr if this_rank() == 0 else io.StringIO()
-    if session.step >= config.training.steps:
+    if session.loop.step >= config.training.steps:
         line = f"{config.run.name} is already finished; nothing to train."
         LiveLine(stream).show(line, last=True)
-    elif session.step:
-        LiveLine(stream).show(f"{config.run.name} goes on after step {session.step}.", last=True)
+    elif session.loop.step:
+        LiveLine(stream).show(
+            f"{config.run.name} goes on after step {session.loop.step}.", last=True
+        )
     if config.training.compile:
         line = "The first step compiles the layers, which can take a minute."
         LiveLine(stream).show(line, last=True)
-    progress = Progress(config.run.name, config.training.steps, done=session.step, stream=stream)
+    progress = Progress(
+        config.run.name, config.training.steps, done=session.loop.step, stream=stream
+    )
     try:
         train_sync(session, progress)
     finally:
         session.checkpointer.close()
+        session.scorer.close()
         session.engine.close()
         session.run.close()
     return RunResult(

@@ -253,7 +253,7 @@ def _eval(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if isinstance(task, FileTask):
-        num_prompts = min(num_prompts, len(task.rows))
+        num_prompts = min(num_prompts, len(task.problems))
     line = LiveLine()
     line.show(f"drawing {num_prompts * options.samples} completions")
     result = evaluate(

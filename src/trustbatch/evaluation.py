@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trustbatch.policy import Policy
-from trustbatch.rewards import score
+from trustbatch.rewards import Scorer, rewards_of
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.tasks import Task
@@ -47,7 +47,7 @@ def evaluate(
         part = prompts[start : start + num_at_once]
         groups += collect(engine, policy, part, num_samples=num_samples, sampling=sampling)
         say(f"{len(groups)}/{num_prompts} prompts")
-    per_prompt = score(groups, task).mean(dim=1)
+    per_prompt = rewards_of(Scorer(task).score(groups)).mean(dim=1)
     deviation = float(per_prompt.std()) if num_prompts > 1 else math.nan
     return EvaluationResult(
         mean_reward=float(per_prompt.mean()),

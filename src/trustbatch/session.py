@@ -1,15 +1,16 @@
 """What a training run consists of, built from its configuration or restored from a checkpoint."""
 
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from trustbatch.config import Config
 from trustbatch.engines import open_engines
 from trustbatch.errors import ConfigError
+from trustbatch.loop_state import LoopState
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.policy import Policy, default_precision
 from trustbatch.ranks import num_ranks, rank_device, this_rank
+from trustbatch.rewards import Scorer
 from trustbatch.rollout.canary import NUM_PROMPTS, Canary
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import Task, build_task
@@ -17,7 +18,7 @@ from trustbatch.training.checkpoint import newest_checkpoint, restore, unreadabl
 from trustbatch.training.checkpointer import Checkpointer
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
-from trustbatch.types import RolloutGroup, SamplingParams
+from trustbatch.types import SamplingParams
 
 
 @dataclass(kw_only=True)
@@ -32,10 +33,8 @@ class Session:
     trainer: Trainer
     checkpointer: Checkpointer
     run: RunFolder
-    step: int
-    """steps trained so far, which is also the policy's version"""
-    pending: deque[list[RolloutGroup]]
-    """batches drawn but not yet trained on, oldest first"""
+    scorer: Scorer
+    loop: LoopState
 
     @property
     def sampling(self) -> SamplingParams:
@@ -70,11 +69,8 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         seed=config.seed,
         reference=reference,
     )
-    step, pending = 0, deque[list[RolloutGroup]]()
-    if checkpoint:
-        resumed = restore(checkpoint, trainer)
-        step, pending = resumed.step, deque(resumed.pending)
-    engines = open_engines(config, policy, replica, version=step)
+    loop = restore(checkpoint, trainer) if checkpoint else LoopState()
+    engines = open_engines(config, policy, replica, version=loop.step)
     try:
         canary = Canary(
             engines.trained,
@@ -84,7 +80,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
             logprob_mode=config.rollout.logprob_mode,
             every=config.rollout.updates_per_canary,
         )
-        run.start(step)
+        run.start(loop.step)
         # only now: whoever holds the folder's lock may clean it
         checkpointer = Checkpointer(run.checkpoints, trainer, keep=config.run.keep_checkpoints)
     except BaseException:
@@ -99,8 +95,8 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         trainer=trainer,
         checkpointer=checkpointer,
         run=run,
-        step=step,
-        pending=pending,
+        scorer=Scorer(task),
+        loop=loop,
     )
 
 

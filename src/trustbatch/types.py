@@ -1,9 +1,15 @@
 """The nouns that travel through the package, in the order in which they come to be."""
 
-from dataclasses import dataclass
-from enum import StrEnum
+from __future__ import annotations
 
-from torch import Tensor
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # graders run in processes that have no use for torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +20,10 @@ class Prompt:
     """names the draw: two different draws of one problem have different ids"""
     text: str
     answer: str
+    task: str = ""
+    """name of the task that it is from: a mixture has several"""
+    details: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """what a grader needs beside the answer; plain values, as in JSON"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +104,34 @@ class Completion:
     text: str
 
 
+class GradeStatus(StrEnum):
+    """How the grading of a completion ended."""
+
+    GRADED = "graded"
+    FAILED = "failed"
+    """the grader raised an error, or returned something that is not a finite number"""
+    TIMED_OUT = "timed_out"
+    OUT_OF_MEMORY = "out_of_memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """What a grader said of one completion."""
+
+    reward: float
+    """not a number where the status is another than GRADED: a fault of the grader is no reward"""
+    status: GradeStatus = GradeStatus.GRADED
+    reason: str = ""
+    """why it was not graded"""
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """the terms that the reward is a weighted sum of, by name"""
+
+    @classmethod
+    def failed(cls, status: GradeStatus, reason: str) -> Grade:
+        """Return the grade of a completion that could not be graded."""
+        return cls(reward=math.nan, status=status, reason=reason)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
     """All completions of one prompt: the unit over which rewards are compared."""
@@ -101,6 +139,8 @@ class RolloutGroup:
     prompt: Prompt
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
+    grades: tuple[Grade, ...] = ()
+    """one a completion, once they are graded"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

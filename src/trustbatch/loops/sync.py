@@ -8,7 +8,7 @@ from trustbatch.observe.progress import Progress
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.ranks import done_once
-from trustbatch.rewards import score
+from trustbatch.rewards import rewards_of
 from trustbatch.rollout.collect import collect
 from trustbatch.session import Session
 from trustbatch.types import RolloutGroup
@@ -18,29 +18,30 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     """Train until the configured number of steps is done; returns the last step's metrics.
 
     With `rollout.lag` = L, the batch trained at version v was drawn by version v - L (by version 0
-    in the first L steps): batches wait in `session.pending`, as they would between two machines
+    in the first L steps): batches wait in `loop.pending`, as they would between two machines
     that run side by side.
     """
-    config, run, metrics = session.config, session.run, {}
-    session.canary.at_start(version=session.step)
-    for step in range(session.step + 1, config.training.steps + 1):
+    config, run, loop, metrics = session.config, session.run, session.loop, {}
+    session.canary.at_start(version=loop.step)
+    for step in range(loop.step + 1, config.training.steps + 1):
         start = time.perf_counter()
         num_ahead = min(config.rollout.lag, config.training.steps - step)
-        while len(session.pending) <= num_ahead:
+        while len(loop.pending) <= num_ahead:
             with memory_advice(config, session.task, "generate"):
-                session.pending.append(_draw_batch(session))
-        groups = session.pending.popleft()
+                groups = _draw_batch(session)
+            # once for all ranks: a grader need not give the same answer twice
+            loop.pending.append(done_once(lambda groups=groups: session.scorer.score(groups)))
+        groups = loop.pending.popleft()
         generated = time.perf_counter()
 
-        # once for all ranks: a grader need not give the same answer twice
-        rewards = done_once(lambda groups=groups: score(groups, session.task))
+        rewards = rewards_of(groups)
         advantages = ADVANTAGES[config.advantage.name](rewards, **config.advantage.options)
-        metrics = rollout_metrics(groups, rewards, policy=session.policy.name, version=session.step)
+        metrics = rollout_metrics(groups, policy=session.policy.name, version=loop.step)
         trained_from = time.perf_counter()
         session.engine.sleep()
         with memory_advice(config, session.task, "train"):
             metrics |= session.trainer.train(to_sequences(groups, advantages))
-        session.step = step
+        loop.step = step
         session.engine.wake()
         session.engine.load_weights(session.policy.named_weights(), version=step)
         metrics |= session.canary.after_update(version=step)
@@ -53,9 +54,9 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         metrics["time/tokens_per_second"] = num_tokens / (end - start)
         run.write_metrics(step, metrics)
         if step % config.run.rollouts_every == 0 or step in (1, config.training.steps):
-            run.write_rollouts(step, groups, rewards, advantages)
+            run.write_rollouts(step, groups, advantages)
         if step % config.run.checkpoint_every == 0 or step == config.training.steps:
-            session.checkpointer.save(step, session.pending)
+            session.checkpointer.save(loop)
         session.checkpointer.raise_failure()
         progress.update(step, metrics)
     session.checkpointer.finish()
@@ -65,8 +66,9 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
 def _draw_batch(session: Session) -> list[RolloutGroup]:
     """Draw the completions of the next prompts that no batch has taken yet."""
     rollout = session.config.rollout
-    first = (session.step + len(session.pending)) * rollout.prompts_per_step
+    first = session.loop.num_prompts
     prompts = [session.task.prompt(first + i) for i in range(rollout.prompts_per_step)]
+    session.loop.num_prompts += len(prompts)
     return collect(
         session.engine,
         session.policy,

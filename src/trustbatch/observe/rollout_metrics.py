@@ -3,19 +3,20 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
+from trustbatch.rewards import rewards_of
 from trustbatch.types import Completion, FinishReason, RolloutGroup
 
 
 def rollout_metrics(
-    groups: Sequence[RolloutGroup], rewards: Tensor, *, policy: str, version: int
+    groups: Sequence[RolloutGroup], *, policy: str, version: int
 ) -> dict[str, float]:
-    """Describe rewards [groups, samples], lengths and age of a batch about to be trained on.
+    """Describe rewards, lengths and age of a graded batch about to be trained on.
 
     `policy` at `version` trains on it; the lag of a completion that it drew itself is how much
     older that version was. Where second policies drew some, each policy has numbers of its own.
     """
+    rewards = rewards_of(groups)
     completions = [completion for group in groups for completion in group.completions]
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
     truncated = [c.finish_reason is FinishReason.LENGTH for c in completions]

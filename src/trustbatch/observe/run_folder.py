@@ -74,16 +74,13 @@ class RunFolder:
         for name, value in metrics.items():
             self._tensorboard.add_scalar(name, value, step)
 
-    def write_rollouts(
-        self, step: int, groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Tensor
-    ) -> None:
+    def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Tensor) -> None:
         """Write the first completions of a batch: whole groups first, so they can be compared."""
         rows = [
             readable_record(
                 group,
                 sample,
                 step=step,
-                reward=float(rewards[number, sample]),
                 advantage=float(advantages[number, sample]),
             )
             for number, group in enumerate(groups)
@@ -175,9 +172,7 @@ class ReadOnlyRunFolder(RunFolder):
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Leave it to the first rank."""
 
-    def write_rollouts(
-        self, step: int, groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Tensor
-    ) -> None:
+    def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Tensor) -> None:
         """Leave it to the first rank."""
 
     def close(self) -> None:

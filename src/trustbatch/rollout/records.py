@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trustbatch.types import Completion, FinishReason, Prompt, Provenance, RolloutGroup
+from trustbatch.types import (
+    Completion,
+    FinishReason,
+    Grade,
+    GradeStatus,
+    Prompt,
+    Provenance,
+    RolloutGroup,
+)
 
 
 def group_to_record(group: RolloutGroup) -> dict[str, Any]:
@@ -18,6 +26,7 @@ def group_to_record(group: RolloutGroup) -> dict[str, Any]:
         "prompt": asdict(group.prompt),
         "prompt_token_ids": list(group.prompt_token_ids),
         "completions": [_completion_to_record(completion) for completion in group.completions],
+        "grades": [asdict(grade) for grade in group.grades],
     }
 
 
@@ -27,11 +36,14 @@ def group_from_record(record: dict[str, Any]) -> RolloutGroup:
         prompt=Prompt(**record["prompt"]),
         prompt_token_ids=tuple(record["prompt_token_ids"]),
         completions=tuple(_completion_from_record(item) for item in record["completions"]),
+        grades=tuple(
+            Grade(**{**grade, "status": GradeStatus(grade["status"])}) for grade in record["grades"]
+        ),
     )
 
 
 def readable_record(
-    group: RolloutGroup, sample: int, *, step: int, reward: float, advantage: float
+    group: RolloutGroup, sample: int, *, step: int, advantage: float
 ) -> dict[str, Any]:
     """Return one completion with its reward and provenance, for rollouts/*.jsonl and reports."""
     completion = group.completions[sample]
@@ -42,7 +54,7 @@ def readable_record(
         "prompt": group.prompt.text,
         "completion": completion.text,
         "answer": group.prompt.answer,
-        "reward": reward,
+        "reward": group.grades[sample].reward,
         "advantage": advantage,
         "finish_reason": str(completion.finish_reason),
         "tokens": len(completion.token_ids),

@@ -1,6 +1,7 @@
 """What a task is: an endless, seeded stream of prompts, and a grader."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from trustbatch.types import Prompt
 
@@ -19,4 +20,14 @@ class Task(Protocol):
 
     def grade(self, prompt: Prompt, completion: str) -> float:
         """Return the reward of a completion's text."""
+        ...
+
+
+@runtime_checkable
+class ProblemSet(Protocol):
+    """A task with an end: all its problems can be evaluated, each once."""
+
+    @property
+    def problems(self) -> Sequence[Prompt]:
+        """All of them, in the order of the data, each with an id of its own."""
         ...

@@ -35,7 +35,7 @@ class FileTask:
     answer_field: str = "answer"
     shuffle: bool = True
     name: str = "file"
-    rows: list[Prompt] = field(init=False, repr=False, compare=False)
+    problems: list[Prompt] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if "{problem}" not in self.template:
@@ -48,12 +48,12 @@ class FileTask:
             rows[prompt.id] = prompt
         if not rows:
             raise ValueError(f"task.path = {self.path!r} has no rows: give a file with problems.")
-        object.__setattr__(self, "rows", list(rows.values()))
+        object.__setattr__(self, "problems", list(rows.values()))
 
     def prompt(self, index: int) -> Prompt:
         """Return the index-th prompt of the endless stream; each epoch has its own order."""
-        epoch, position = divmod(index, len(self.rows))
-        row = self.rows[_epoch_order(self.seed, epoch, len(self.rows), self.shuffle)[position]]
+        epoch, position = divmod(index, len(self.problems))
+        row = self.problems[_epoch_order(self.seed, epoch, len(self.problems), self.shuffle)[position]]
         return Prompt(id=f"{row.id}#{epoch}", text=row.text, answer=row.answer)
 
     def grade(self, prompt: Prompt, completion: str) -> float:

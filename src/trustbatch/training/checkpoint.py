@@ -9,8 +9,8 @@
 
 import json
 import math
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trustbatch.errors import CheckpointError
+from trustbatch.loop_state import LoopState
 from trustbatch.observe.progress import LiveLine
 from trustbatch.policy import Policy
 from trustbatch.ranks import from_rank_zero, gathered, this_rank
@@ -26,23 +27,12 @@ from trustbatch.rollout.records import group_from_record
 from trustbatch.training.manifest import listed_bytes, verify
 from trustbatch.training.shards import StoredTensor, is_plain, list_tensors, read_into
 from trustbatch.training.trainer import Trainer
-from trustbatch.types import RolloutGroup
 
 TRAINER_FOLDER, STATE_FILE, PENDING_FILE = "trainer", "state.json", "pending_rollouts.jsonl"
 WEIGHTS, OPTIMISER = "weights/", "optimiser/"
 """how the names of stored tensors begin: weights/NAME and optimiser/KEY/NAME"""
 LONG_CHECK_BYTES = 4 * 2**30
 """from here on, checking a checkpoint takes long enough to be mentioned"""
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """Where a loop goes on."""
-
-    step: int
-    """steps already trained"""
-    pending: list[list[RolloutGroup]]
-    """batches that were drawn but not yet trained on, oldest first"""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -75,7 +65,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return folder / name if name else None
 
 
-def restore(checkpoint: Path, trainer: Trainer) -> Resumed:
+def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
     """Give a trainer the weights, the optimiser state and the counts of a checkpoint, bit for bit.
 
     However many ranks wrote it, each rank reads what it holds now.
@@ -93,7 +83,12 @@ def restore(checkpoint: Path, trainer: Trainer) -> Resumed:
         trainer.num_consecutive_skips = int(state["num_consecutive_skips"])
         lines = (folder / PENDING_FILE).read_text(encoding="utf-8").splitlines()
         pending = [[group_from_record(record) for record in json.loads(line)] for line in lines]
-        return Resumed(step=int(state["step"]), pending=pending)
+        return LoopState(
+            step=int(state["step"]),
+            num_prompts=int(state["num_prompts"]),
+            pending=deque(pending),
+            task=dict(state["task"]),
+        )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise unreadable(checkpoint, error) from error
 

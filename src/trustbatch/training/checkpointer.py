@@ -7,10 +7,10 @@ and a dead rank shows as a timeout that names nobody.
 """
 
 import contextlib
+import copy
 import json
 import shutil
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trustbatch.errors import CheckpointError
+from trustbatch.loop_state import LoopState
 from trustbatch.observe.progress import LiveLine
 from trustbatch.policy import Policy
 from trustbatch.ranks import from_rank_zero, num_ranks, this_rank
@@ -93,19 +94,21 @@ class Checkpointer:
                 shutil.rmtree(leftover)
         from_rank_zero(None)  # nobody writes before the leftovers are gone
 
-    def save(self, step: int, pending: Sequence[Sequence[RolloutGroup]]) -> None:
+    def save(self, loop: LoopState) -> None:
         """Copy the state, and write it while the training goes on; waits for the one before."""
         self.finish()
         trainer = self.trainer
         tensors = {WEIGHTS + name: each for name, each in weights_of(trainer.policy).items()}
         tensors |= {OPTIMISER + name: each for name, each in optimiser_state_of(trainer).items()}
         snapshot = _Snapshot(
-            step=step,
+            step=loop.step,
             pieces=copy_pieces(tensors, self._buffers),
-            pending=[list(groups) for groups in pending],
+            pending=[list(groups) for groups in loop.pending],
             merged=_merged_weights(trainer.policy),
             state={
-                "step": step,
+                "step": loop.step,
+                "num_prompts": loop.num_prompts,
+                "task": copy.deepcopy(loop.task),
                 "model": trainer.policy.name,
                 "frozen_sum": frozen_sum(trainer.policy),
                 "num_optimiser_steps": trainer.num_optimiser_steps,

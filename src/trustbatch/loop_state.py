@@ -1,0 +1,21 @@
+"""How far a loop is: what a checkpoint must hold beside the trainer's state."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from trustbatch.types import RolloutGroup
+
+
+@dataclass(kw_only=True)
+class LoopState:
+    """Changes with every step, and is saved whole."""
+
+    step: int = 0
+    """steps trained so far, which is also the policy's version"""
+    num_prompts: int = 0
+    """prompts taken from the task so far"""
+    pending: deque[list[RolloutGroup]] = field(default_factory=deque)
+    """graded batches that were not yet trained on, oldest first"""
+    task: dict[str, Any] = field(default_factory=dict)
+    """what the task has learnt on the way; plain values, as in JSON"""
