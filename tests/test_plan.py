@@ -400,6 +400,9 @@ def test_the_plan_says_what_to_change(
     assert "on each GPU, with prompts of up to 4 tokens" in printed
     assert main(["train", str(file), "--gpus", "8"]) == 2
     assert "are for --dry-run" in " ".join(capsys.readouterr().err.split())
+    if not torch.cuda.is_available():
+        assert main(["train", str(file), "--dry-run", "--gpus", "8"]) == 2
+        assert "--gpus 8 needs --gpu-memory" in capsys.readouterr().err
 
 
 def test_a_cache_that_is_larger_than_the_gpu_makes_sequences_wait(tiny_folder: Path) -> None:

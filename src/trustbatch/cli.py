@@ -142,7 +142,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.config import load_config
     from trustbatch.observe.run_folder import RunFolder
     from trustbatch.plan import describe_plan
-    from trustbatch.plan.hardware import find_hardware
+    from trustbatch.plan.hardware import find_hardware, has_gpu
     from trustbatch.plan.memory import GIB
     from trustbatch.rollout.vllm_engine import require_vllm
     from trustbatch.session import configured_task
@@ -151,7 +151,12 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         return 0  # under torchrun the first process speaks for all
     config = load_config(options.config, overrides)
     task = configured_task(config)
-    if config.rollout.engine == "vllm":
+    is_elsewhere = options.gpus is not None or options.gpu_memory is not None
+    if options.gpus is not None and options.gpu_memory is None and not has_gpu(config):
+        raise ConfigError(
+            f"--gpus {options.gpus} needs --gpu-memory, such as 80: there is no GPU here."
+        )
+    if config.rollout.engine == "vllm" and not is_elsewhere:
         require_vllm()
     RunFolder(config)  # refuses the folder of another run
     memory = None if options.gpu_memory is None else options.gpu_memory * GIB

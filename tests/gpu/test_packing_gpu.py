@@ -135,19 +135,3 @@ def test_bfloat16_policy_against_float32(
     expected, expected_gradient = step(exact, batch)
     assert float((logp - expected).abs().mean()) < 0.05
     assert float((gradient - expected_gradient).norm() / expected_gradient.norm()) < 0.1
-
-
-def test_a_compiled_layer_computes_the_same(
-    tiny_folder: Path, sequences: list[TrainSequence]
-) -> None:
-    policy = Policy.load(str(tiny_folder), device="cuda", precision="bfloat16")
-    batches = [pack(policy, sequences), pack(policy, sequences[1:])]
-    found = []
-    for compiled in (False, True):
-        if compiled:
-            for layer in policy.model.model.layers:
-                layer.compile(fullgraph=True)
-        found.append([step(policy, batch) for batch in batches])
-    for (logp, gradient), (expected, expected_gradient) in zip(*found, strict=True):
-        assert float((logp - expected).abs().mean()) < 0.05
-        assert float((gradient - expected_gradient).norm() / expected_gradient.norm()) < 0.1

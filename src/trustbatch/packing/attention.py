@@ -72,8 +72,9 @@ def packed_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (part.to(dtype) for part in (query, key, value))
     attended = _attend(query, key, value, packed, scaling, sliding_window)
-    # in one order, whoever computed it: compiled layers are made for an order
-    return attended.contiguous()[None], None
+    # in one order and no view, whoever computed it: compiled layers are made for both
+    attended = attended.contiguous()
+    return torch.ops.aten._unsafe_view(attended, (1, *attended.shape)), None
 
 
 def _attend(

@@ -94,7 +94,8 @@ class Table(_OnDevice):
         return self.mask & (distance < window)[:, None]
 
 
-@dataclass(frozen=True, kw_only=True)
+# not frozen: torch's compiler looks into frozen dataclasses, and would compile for each layout
+@dataclass(kw_only=True)
 class PackedLayout(_OnDevice):
     """How N tokens that lie end to end are divided, for the attention of every layer."""
 

@@ -63,5 +63,10 @@ def find_hardware(
     return Hardware(is_gpu=False, num_gpus=num, memory=memory, name=device, num_available=num)
 
 
+def has_gpu(config: Config) -> bool:
+    """Whether the run would find a GPU on this machine."""
+    return torch.cuda.is_available() and config.model.device != "cpu"
+
+
 def _machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

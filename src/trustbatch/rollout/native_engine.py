@@ -9,7 +9,7 @@ from torch import Tensor
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.policy import Policy
 from trustbatch.rollout.native.architecture import read_architecture
-from trustbatch.rollout.native.batch import Row, RunningBatch, release_unused
+from trustbatch.rollout.native.batch import Row, RunningBatch
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.decoder import Decoder, LlamaDecoder
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
@@ -68,8 +68,7 @@ class NativeEngine:
         self._batch.forget()
 
     def wake(self) -> None:
-        """Have what training no longer uses given back; the cache grows by need."""
-        release_unused(self.policy.device)
+        """Nothing to do: the cache grows by need."""
 
     def close(self) -> None:
         """Give the cache back; images of the weights end with the engine."""

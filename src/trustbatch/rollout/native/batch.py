@@ -97,7 +97,6 @@ class RunningBatch:
         self.rows = []
         self._graphs.clear()
         self.decoder.forget()
-        release_unused(self.device)
 
     def _step(self, num_rows: int, sampling: SamplingParams) -> None:
         """Feed each row's last token and draw its next: no host in between."""
@@ -151,12 +150,6 @@ class RunningBatch:
 
     def _to_device(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self.device)
-
-
-def release_unused(device: torch.device) -> None:
-    """Give the driver what torch holds and does not use: what comes next needs other sizes."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 _SIZES = ((1, 2), (2, 4), (4, 8), (8, 64), (32, 256), (64, 2**31))
