@@ -81,7 +81,7 @@ class ProblemTask:
         for source in self.exclude:
             from trustbatch.tasks.overlap import statements_of  # which builds tasks by name
 
-            rest = self.without(statements_of(source, seed=self.seed), source)
+            rest = self.without(statements_of(source, seed=self.seed), source.rpartition("/")[2])
             self._set(problems=rest.problems, left_out=rest.left_out)
 
     def rows(self) -> Iterable[Mapping[str, Any]]:
