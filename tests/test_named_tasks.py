@@ -174,9 +174,9 @@ def test_the_hubs_files_are_read_from_its_cache(
             "Using the numbers [44, 19, 35], create an equation that equals 98. You can"
         )
         assert named(name, split="test").problems[0].details["target"] == 1
-    with pytest.raises(ValueError, match=rf"has no split 'dev': set task.split to .*{'t'}"):
+    with pytest.raises(ValueError, match=r"has no split 'dev': set task.split to "):
         named(name, split="dev")
-    with pytest.raises(ValueError, match="remove it, or remove task.path"):
+    with pytest.raises(ValueError, match=r"remove it, or remove task\.path"):
         named(name, path=str(path), split="test")
 
 
@@ -215,7 +215,7 @@ def test_words_and_numbers_decide_what_is_the_same() -> None:
     assert words_of("What is $2 + 3$?") == words_of("what is 2+3")
     assert words_of("[14, 11, 22]") != words_of("[14, 11, 2, 2]")
     assert words_of("\\frac{1}{2}") == words_of("\\frac 1 2")
-    assert words_of("Что такое ２？") == "что такое 2"
+    assert words_of("¿Qué es \uff12?") == "qué es 2"
 
 
 def rows_file(tmp_path: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:

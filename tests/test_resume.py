@@ -89,6 +89,7 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
         (SUMS, "two_anchor", 0, 5, (1, 6, 11)),
         (LEARNING, "p3o", 1, 3, (4, 8)),
     ],
+    ids=["lag", "two anchors", "curriculum and dynamic sampling"],
 )
 def test_a_killed_run_continues_bit_for_bit(
     tmp_path: Path,
