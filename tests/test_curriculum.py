@@ -91,6 +91,16 @@ def test_filters_reach_the_problems(tmp_path: Path) -> None:
     }
 
 
+def test_a_run_does_not_change_the_object_that_it_was_given(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    rows = [{"problem": f"{n}+1=", "answer": n + 1} for n in range(9)]
+    task = build_task("file", seed=0, path=rows_file(tmp_path, rows), curriculum={})
+    runs = [small_run(tiny_folder, tmp_path / name, task) for name in ("first", "second")]
+    assert comparable(runs[0].folder) == comparable(runs[1].folder)
+    assert task.state() == {"num_observed": 0, "counts": {}}  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -1,13 +1,17 @@
 """The tasks that have a name: their data, and what is left out of it."""
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
+import threading
 import time
 import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from huggingface_hub import constants
@@ -189,6 +193,61 @@ def test_descriptions_need_a_judge_and_are_left_out(tmp_path: Path) -> None:
     assert [problem.id for problem in task.problems] == ["0"]
 
 
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as its client asks for: what there is, and one file."""
+
+    content = b'{"question": "How many?", "answer": "#### 7"}\n'
+    commit = "0123456789012345678901234567890123456789"
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.asked.append(f"{self.command} {self.path}")
+        body = self.content
+        if "/api/datasets/openai/gsm8k" in self.path:
+            names = ["README.md", "main/test-0.jsonl", "socratic/test-0.jsonl"]
+            siblings = [{"rfilename": name} for name in names]
+            body = json.dumps(
+                {"id": "openai/gsm8k", "sha": self.commit, "siblings": siblings}
+            ).encode()
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", self.commit)
+        self.send_header("ETag", '"abc"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_data_is_fetched_once(tmp_path: Path) -> None:
+    """With the hub's own client, from a server on this machine."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = (
+        "from trustbatch.tasks.hub import HubDataset; from trustbatch.tasks.gsm8k import Gsm8k\n"
+        "Gsm8k.hub = HubDataset('openai/gsm8k', {'test': 'main/test-*'})\n"
+        "for _ in range(2): print(Gsm8k().problems[0].answer)\n"
+    )
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    server.shutdown()
+    assert result.stdout.split() == ["7", "7"], result.stderr
+    fetched = [request for request in Hub.asked if request.startswith("GET /datasets")]
+    assert fetched == ["GET /datasets/openai/gsm8k/resolve/main/main/test-0.jsonl"]
+
+
 def test_an_unreachable_hub_ends_in_a_sentence_at_once(tmp_path: Path) -> None:
     code = "from trustbatch.tasks import build_task; build_task('gsm8k', seed=0)"
     start = time.monotonic()
@@ -346,6 +405,17 @@ def test_models_that_think_are_told_whether_to(
     task = build_task("file", seed=0, path=path, template="{problem}*", **options)
     tokens = encode_prompt(tokenizer, task.prompt(0))
     assert tokenizer.decode(tokens) == expected
+
+
+def test_what_is_sent_to_a_grading_process_is_small(tmp_path: Path) -> None:
+    rows = [{"problem": f"{n} and a long text" * 10, "answer": n} for n in range(1000)]
+    task = named("file", path=rows_file(tmp_path, rows))
+    sent = pickle.dumps(task)
+    assert len(sent) < 1000
+    assert pickle.loads(sent).grade(task.problems[3], "it is 3") == 1.0
+    for twin in (copy.copy(task), copy.deepcopy(task)):
+        assert twin.problems == task.problems
+        assert twin.without(task.statements()[:1], "there").problems == task.problems[1:]
 
 
 def test_templates_have_names(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ Drawing is a pure function of the index and of the counts, and counts change onl
 observed, in the order of drawing; so a resumed run goes on exactly, with any lag.
 """
 
-import copy
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -126,8 +125,8 @@ class Curriculum:
         )
 
     def _over(self, task: Problems) -> Self:
-        changed = copy.copy(self)
-        changed.task, changed._order = task, []
+        changed = replace(self, task=task)
+        changed.load_state(self.state())
         return changed
 
     def _weighted_order(self) -> list[int]:

@@ -84,6 +84,18 @@ class ProblemTask:
             rest = self.without(statements_of(source, seed=self.seed), source.rpartition("/")[2])
             self._set(problems=rest.problems, left_out=rest.left_out)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the problems behind: what is sent to another process grades there."""
+        return {k: v for k, v in vars(self).items() if k not in ("problems", "_statements")}
+
+    def __copy__(self) -> Self:
+        twin = object.__new__(type(self))
+        twin._set(**vars(self))
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # nothing of it ever changes
+
     def rows(self) -> Iterable[Mapping[str, Any]]:
         """Return the rows of the file, or of the data set on the hub."""
         if self.path is not None:
