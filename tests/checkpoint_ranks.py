@@ -126,7 +126,7 @@ def train_and_save(model: Path, folder: Path) -> None:
     for step in range(1, 5):
         take_step(trainer, step)
         if step == 2:
-            checkpointer.save(step, [])
+            checkpointer.save(LoopState(step=step))
         if step % 2 == 0:
             write_state(trainer, folder / f"state-{step}.safetensors")
     checkpointer.finish()
@@ -154,7 +154,7 @@ def save_for_ever(model: Path, folder: Path) -> None:
         with torch.no_grad():
             for parameter in trainer.policy.model.parameters():
                 parameter.fill_(step)
-        checkpointer.save(step, [])
+        checkpointer.save(LoopState(step=step))
         dist.barrier()  # training steps keep the ranks together too
 
 

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from trustbatch.config import Config, NamedOptions, parse_config
 from trustbatch.objectives import OBJECTIVES
-from trustbatch.tasks import TASKS
+from trustbatch.tasks import TASKS, Curriculum
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -61,11 +61,12 @@ def defaults_of_config(model: type[BaseModel] = Config, prefix: str = "") -> Ite
 
 
 def defaults_of_tasks() -> Iterator[Any]:
-    for task in TASKS.values():
-        for field in fields(task):
-            if field.init and field.name not in ("seed", "name"):
+    tables = [("task", kind) for kind in TASKS.values()] + [("task.curriculum", Curriculum)]
+    for table, kind in tables:
+        for field in fields(kind):
+            if field.init and field.name not in ("seed", "name", "task"):
                 default = REQUIRED if field.default is MISSING else field.default
-                yield f"task.{field.name}", default
+                yield f"{table}.{field.name}", default
 
 
 def defaults_in_tables(path: Path, *, column: int) -> dict[str, Any]:
@@ -116,8 +117,10 @@ def test_toml_blocks_are_valid_configurations(path: Path) -> None:
         tree.setdefault("task", {"name": "arithmetic"})
         config = parse_config(tree)
         # the task's own options are checked when it is built, which needs its files
-        known = {field.name for field in fields(TASKS[config.task.name]) if field.init}
-        assert config.task.options.keys() <= known
+        for table in [config.task.model_dump(), *config.task.options.get("parts", [])]:
+            if ":" not in table["name"]:  # else the class is the reader's own
+                known = {field.name for field in fields(TASKS[table["name"]]) if field.init}
+                assert table.keys() <= known | {"curriculum", "weight"}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

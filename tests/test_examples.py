@@ -1,11 +1,14 @@
 """The files under examples/ and configs/ work."""
 
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from tests.test_docs import code_blocks
 
+from trustbatch.cli import main
 from trustbatch.config import load_config
 from trustbatch.observe.run_folder import read_metrics
 
@@ -26,3 +29,28 @@ def test_custom_task_trains(
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda f: f.name)
 def test_configs_are_valid(file: Path) -> None:
     assert load_config(file).objective.name == "p3o"
+
+
+def test_the_task_of_the_page_on_tasks_trains(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a reader would do it: save the file, save the configuration, run; then from Python."""
+    page = ROOT / "docs" / "tasks.md"
+    task, from_python = code_blocks(page, "python")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = tmp_path / "runs" / "quickstart" / "tiny-model-0"
+    shutil.copytree(tiny_folder, model)
+    (tmp_path / "sort_digits.py").write_text(task)
+    (tmp_path / "sort_digits.toml").write_text(code_blocks(page, "toml")[0])
+    assert main(["train", "sort_digits.toml", "--dry-run"]) == 0
+    assert "task        sort_digits: 400 problems" in capsys.readouterr().out
+    assert main(["train", "sort_digits.toml"]) == 0
+    rewards = [line["reward/mean"] for line in read_metrics(tmp_path / "runs" / "sort-digits")]
+    assert len(rewards) == 20
+    assert sum(rewards[-5:]) > sum(rewards[:5])
+    exec(compile(from_python, page, "exec"), {})
+    assert len(read_metrics(tmp_path / "runs" / "run")) == 2

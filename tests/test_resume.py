@@ -22,9 +22,7 @@ CONFIG = """
 seed = 3
 [model]
 name = {model!r}
-[task]
-name = "arithmetic"
-level = 1
+{task}
 [rollout]
 prompts_per_step = 4
 samples_per_prompt = 4
@@ -41,6 +39,25 @@ mini_batches = 2
 name = "run"
 checkpoint_every = {every}
 keep_checkpoints = 2
+"""
+
+SUMS = """
+[task]
+name = "arithmetic"
+level = 1
+"""
+LEARNING = f"""
+[task]
+name = "mixture"
+[[task.parts]]
+name = "{Path(__file__).parent / "own_task.py"}:Short"
+curriculum = {{low = 0.3, high = 0.7}}
+weight = 3
+[[task.parts]]
+name = "arithmetic"
+[rollout]
+dynamic_sampling = true
+max_draws = 3
 """
 
 
@@ -66,18 +83,26 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("objective", "lag", "every", "kill_after"),
-    [("p3o", 3, 2, (2, 7)), ("two_anchor", 0, 5, (1, 6, 11))],
+    ("task", "objective", "lag", "every", "kill_after"),
+    [
+        (SUMS, "p3o", 3, 2, (2, 7)),
+        (SUMS, "two_anchor", 0, 5, (1, 6, 11)),
+        (LEARNING, "p3o", 1, 3, (4, 8)),
+    ],
+    ids=["lag", "two anchors", "curriculum and dynamic sampling"],
 )
 def test_a_killed_run_continues_bit_for_bit(
     tmp_path: Path,
     tiny_folder: Path,
+    task: str,
     objective: str,
     lag: int,
     every: int,
     kill_after: tuple[int, ...],
 ) -> None:
-    text = CONFIG.format(model=str(tiny_folder), lag=lag, every=every, objective=objective)
+    text = CONFIG.format(
+        model=str(tiny_folder), task=task, lag=lag, every=every, objective=objective
+    ).replace("[rollout]\nprompts", "prompts" if "[rollout]" in task else "[rollout]\nprompts")
     runs = {}
     for name in ("whole", "killed"):
         folder = tmp_path / name

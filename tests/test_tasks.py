@@ -135,8 +135,10 @@ def test_bad_files_get_a_sentence(tmp_path: Path, content: str, name: str, words
 
 def test_bad_options_get_a_sentence(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(ValueError, match="There is no task 'maths'; choose one of arithmetic"):
-        build_task("maths", seed=0)
+    with pytest.raises(ValueError, match="There is no task 'poetry'; choose one of arithmetic"):
+        build_task("poetry", seed=0)
+    with pytest.raises(ValueError, match=r"no task 'gsm8' \(did you mean 'gsm8k'\?\)"):
+        build_task("gsm8", seed=0)
     with pytest.raises(ValueError, match="did you mean 'level'"):
         build_task("arithmetic", seed=0, levl=1)
     with pytest.raises(ValueError, match="one of 1, 2, 3"):

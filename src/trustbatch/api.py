@@ -15,7 +15,7 @@ from trustbatch.observe.run_folder import read_metrics
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.ranks import joined_ranks, this_rank
 from trustbatch.session import configured_task, open_session
-from trustbatch.tasks import Task
+from trustbatch.tasks import FilteredTask, Task
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ def _train(config: Config, task: Task | None) -> RunResult:
         session = open_session(config, task)
     # one of the ranks speaks for all
     stream = sys.stderr if this_rank() == 0 else io.StringIO()
+    if isinstance(session.task, FilteredTask):
+        LiveLine(stream).show(session.task.describe(), last=True)
     if session.loop.step >= config.training.steps:
         line = f"{config.run.name} is already finished; nothing to train."
         LiveLine(stream).show(line, last=True)

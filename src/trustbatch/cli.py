@@ -140,12 +140,15 @@ def _gib(text: str) -> float:
 
 def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.config import load_config
+    from trustbatch.observe.progress import LiveLine
     from trustbatch.observe.run_folder import RunFolder
     from trustbatch.plan import describe_plan
     from trustbatch.plan.hardware import find_hardware, has_gpu
     from trustbatch.plan.memory import GIB
+    from trustbatch.plan.prompts import prompt_encoder
     from trustbatch.rollout.vllm_engine import require_vllm
     from trustbatch.session import configured_task
+    from trustbatch.tasks import fit_task
 
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # under torchrun the first process speaks for all
@@ -156,6 +159,8 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(
             f"--gpus {options.gpus} needs --gpu-memory, such as 80: there is no GPU here."
         )
+    if (encode := prompt_encoder(config)) is not None:
+        task = fit_task(task, encode, say=LiveLine().show)
     if config.rollout.engine == "vllm" and not is_elsewhere:
         require_vllm()
     RunFolder(config)  # refuses the folder of another run
@@ -196,6 +201,7 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.engines import build_engine, load_second_policies
     from trustbatch.observe.progress import LiveLine
     from trustbatch.session import configured_task, load_policy
+    from trustbatch.tasks import fit_task
 
     config = load_config(options.config, overrides)
     if options.json and not Path(options.json).absolute().parent.is_dir():
@@ -204,6 +210,7 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     line = LiveLine()
     line.show(f"loading {config.model.name}")
     policy = load_policy(config)
+    task = fit_task(task, policy.encode, say=line.show)
     load_second_policies(config, policy)  # refuses what a run would refuse
     engine = build_engine(config, policy)
     try:

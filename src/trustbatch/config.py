@@ -169,6 +169,10 @@ class RolloutConfig(_Table):
     """"raw" reproduces systems that store untempered, untruncated log-probs"""
     lag: int = Field(default=0, ge=0)
     """train on rollouts that are this many policy versions old"""
+    dynamic_sampling: bool = False
+    """replace groups of equal rewards by new prompts"""
+    max_draws: int = Field(default=10, ge=1)
+    """batches drawn for one step at most, with dynamic sampling"""
     max_sequences: int = Field(default=512, ge=1)
     """sequences decoded at a time"""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"

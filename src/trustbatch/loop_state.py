@@ -17,5 +17,7 @@ class LoopState:
     """prompts taken from the task so far"""
     pending: deque[list[RolloutGroup]] = field(default_factory=deque)
     """graded batches that were not yet trained on, oldest first"""
+    spare: list[RolloutGroup] = field(default_factory=list)
+    """graded groups that dynamic sampling drew beyond the need of a batch, for the next one"""
     task: dict[str, Any] = field(default_factory=dict)
     """what the task has learnt on the way; plain values, as in JSON"""

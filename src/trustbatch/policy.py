@@ -254,14 +254,17 @@ class Policy:
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
     """Tokenise a prompt, through the chat template where the tokenizer has one."""
     if tokenizer.chat_template:
+        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt.text}],
+            [*system, {"role": "user", "content": prompt.text}],
             add_generation_prompt=True,
             tokenize=False,
+            **prompt.chat,  # a template ignores what it does not know
         )
         # the template has already written the special tokens
         return tuple(tokenizer.encode(text, add_special_tokens=False))  # type: ignore[arg-type]
-    return tuple(tokenizer.encode(prompt.text))
+    text = f"{prompt.system}\n\n{prompt.text}" if prompt.system else prompt.text
+    return tuple(tokenizer.encode(text))
 
 
 def _inputs(input_ids: Tensor, packed: PackedLayout | None) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from trustbatch.engines import open_engines
 from trustbatch.errors import ConfigError
 from trustbatch.gpu_memory import let_memory_be_shared
 from trustbatch.loop_state import LoopState
+from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.policy import Policy, default_precision
 from trustbatch.ranks import num_ranks, rank_device, this_rank
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.canary import NUM_PROMPTS, Canary
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.tasks import Task, build_task
+from trustbatch.tasks import LearningTask, Task, build_task, fit_task
 from trustbatch.training.checkpoint import newest_checkpoint, restore, unreadable
 from trustbatch.training.checkpointer import Checkpointer
 from trustbatch.training.sharding import shard
@@ -60,6 +61,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         replica = policy.replica(
             rank_device(config.model.device), precision=config.rollout.precision
         )
+    task = fit_task(task, policy.encode, say=LiveLine().show if this_rank() == 0 else None)
     _add_adapters(config, policy)
     reference = _load_reference(config, policy)
     if num_ranks() > 1:
@@ -83,6 +85,9 @@ def open_session(config: Config, task: Task | None = None) -> Session:
             logprob_mode=config.rollout.logprob_mode,
             every=config.rollout.updates_per_canary,
         )
+        # after the canary, whose prompts are the same whenever the run was started
+        if isinstance(task, LearningTask) and loop.task:
+            task.load_state(loop.task)
         run.start(loop.step)
         # only now: whoever holds the folder's lock may clean it
         checkpointer = Checkpointer(run.checkpoints, trainer, keep=config.run.keep_checkpoints)

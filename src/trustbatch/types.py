@@ -24,6 +24,10 @@ class Prompt:
     """name of the task that it is from: a mixture has several"""
     details: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """what a grader needs beside the answer; plain values, as in JSON"""
+    system: str = ""
+    """the system message, if there is one"""
+    chat: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """arguments of the tokenizer's chat template, such as enable_thinking"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

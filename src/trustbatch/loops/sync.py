@@ -4,14 +4,12 @@ import time
 
 from trustbatch.advantages import ADVANTAGES
 from trustbatch.batching.samples import to_sequences
+from trustbatch.loops.draw import draw_ahead
 from trustbatch.observe.progress import Progress
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.plan.shortage import memory_advice
-from trustbatch.ranks import done_once
 from trustbatch.rewards import rewards_of
-from trustbatch.rollout.collect import collect
 from trustbatch.session import Session
-from trustbatch.types import RolloutGroup
 
 
 def train_sync(session: Session, progress: Progress) -> dict[str, float]:
@@ -26,17 +24,13 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     for step in range(loop.step + 1, config.training.steps + 1):
         start = time.perf_counter()
         num_ahead = min(config.rollout.lag, config.training.steps - step)
-        while len(loop.pending) <= num_ahead:
-            with memory_advice(config, session.task, "generate"):
-                groups = _draw_batch(session)
-            # once for all ranks: a grader need not give the same answer twice
-            loop.pending.append(done_once(lambda groups=groups: session.scorer.score(groups)))
+        metrics = draw_ahead(session, num_batches=num_ahead + 1)
         groups = loop.pending.popleft()
         generated = time.perf_counter()
 
         rewards = rewards_of(groups)
         advantages = ADVANTAGES[config.advantage.name](rewards, **config.advantage.options)
-        metrics = rollout_metrics(groups, policy=session.policy.name, version=loop.step)
+        metrics |= rollout_metrics(groups, policy=session.policy.name, version=loop.step)
         trained_from = time.perf_counter()
         session.engine.sleep()
         with memory_advice(config, session.task, "train"):
@@ -61,19 +55,3 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         progress.update(step, metrics)
     session.checkpointer.finish()
     return metrics
-
-
-def _draw_batch(session: Session) -> list[RolloutGroup]:
-    """Draw the completions of the next prompts that no batch has taken yet."""
-    rollout = session.config.rollout
-    first = session.loop.num_prompts
-    prompts = [session.task.prompt(first + i) for i in range(rollout.prompts_per_step)]
-    session.loop.num_prompts += len(prompts)
-    return collect(
-        session.engine,
-        session.policy,
-        prompts,
-        num_samples=rollout.samples_per_prompt,
-        sampling=session.sampling,
-        first_group=first,
-    )

@@ -1,5 +1,6 @@
 """Numbers about a batch of rollouts."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +34,23 @@ def rollout_metrics(
     if lags:
         metrics["rollout/lag_mean"] = sum(lags) / len(lags)
         metrics["rollout/lag_max"] = float(max(lags))
+    metrics |= _by_task([group.prompt.task for group in groups], rewards.nanmean(dim=1).tolist())
     return metrics | _by_policy(completions, rewards.flatten().tolist())
+
+
+def _by_task(tasks: Sequence[str], rewards: Sequence[float]) -> dict[str, float]:
+    """Return share of the groups and mean reward of each task, if there are several."""
+    names = dict.fromkeys(tasks)
+    if len(names) == 1:
+        return {}
+    metrics: dict[str, float] = {}
+    for name in names:
+        own = [r for task, r in zip(tasks, rewards, strict=True) if task == name]
+        graded = [reward for reward in own if math.isfinite(reward)]
+        metrics[f"reward/{name}/share"] = len(own) / len(tasks)
+        if graded:
+            metrics[f"reward/{name}/mean"] = sum(graded) / len(graded)
+    return metrics
 
 
 def _by_policy(completions: Sequence[Completion], rewards: Sequence[float]) -> dict[str, float]:

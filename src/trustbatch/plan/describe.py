@@ -7,7 +7,7 @@ from trustbatch.plan.hardware import Hardware, find_hardware
 from trustbatch.plan.memory import MemoryPlan, Phase, size
 from trustbatch.plan.setting import Setting
 from trustbatch.policy import count_parameters
-from trustbatch.tasks import Task
+from trustbatch.tasks import FilteredTask, Task
 from trustbatch.training.checkpoint import list_checkpoints
 
 MARGIN = " " * 12
@@ -24,6 +24,7 @@ def describe_plan(
     lines = [
         f"model       {config.model.name}: {estimator.outline.num_parameters:,} parameters on "
         f"{_devices(hardware)}",
+        *([f"task        {task.describe()}"] if isinstance(task, FilteredTask) else []),
         f"step        {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
         f"{num_sequences} completions of at most {rollout.max_tokens} tokens",
         f"updates     {training.steps} steps x {training.passes} passes x "

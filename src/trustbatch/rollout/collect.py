@@ -51,6 +51,7 @@ def encode_checked(policy: Policy, prompt: Prompt, max_tokens: int) -> tuple[int
         raise ConfigError(
             f"Prompt {prompt.id!r} has {len(token_ids)} tokens, which with max_tokens = "
             f"{max_tokens} is more than the model's context of {policy.context_length}: lower "
-            "max_tokens or leave out long prompts."
+            "max_tokens or leave out long prompts, with task.max_prompt_tokens where the task has "
+            "it."
         )
     return token_ids

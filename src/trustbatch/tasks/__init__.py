@@ -1,37 +1,93 @@
 """Where prompts come from and how answers are graded.
 
 To add a task, write one file with a class that has `name`, `prompt` and `grade`, and name it in
-`TASKS`; its keyword arguments are the options of the configuration's [task] table.
+`TASKS`; its keyword arguments are the options of the configuration's [task] table. A task that
+reads data is a short `ProblemTask`; `gsm8k.py` is a good one to copy.
 """
 
 from dataclasses import fields
 from typing import Any
 
 from trustbatch.errors import did_you_mean
+from trustbatch.tasks.aime import Aime24, Aime25, Aime26
+from trustbatch.tasks.amc23 import Amc23
+from trustbatch.tasks.amo_bench import AmoBench
 from trustbatch.tasks.arithmetic import Arithmetic
-from trustbatch.tasks.base import Task
+from trustbatch.tasks.base import FilteredTask, LearningTask, ProblemSet, Task
+from trustbatch.tasks.by_path import find_class, options_of
+from trustbatch.tasks.countdown import Countdown
+from trustbatch.tasks.curriculum import Curriculum
+from trustbatch.tasks.deepscaler import Deepscaler
 from trustbatch.tasks.file import FileTask
+from trustbatch.tasks.fit import fit_task
+from trustbatch.tasks.gsm8k import Gsm8k
+from trustbatch.tasks.math500 import Math500
+from trustbatch.tasks.mixture import Mixture
+from trustbatch.tasks.overlap import without_overlap
+from trustbatch.tasks.problems import ProblemTask
 
-TASKS: dict[str, type[Arithmetic] | type[FileTask]] = {"arithmetic": Arithmetic, "file": FileTask}
+TASKS: dict[str, Any] = {
+    "arithmetic": Arithmetic,
+    "file": FileTask,
+    "gsm8k": Gsm8k,
+    "deepscaler": Deepscaler,
+    "math500": Math500,
+    "countdown": Countdown,
+    "aime24": Aime24,
+    "aime25": Aime25,
+    "aime26": Aime26,
+    "amc23": Amc23,
+    "amo_bench": AmoBench,
+    "mixture": Mixture,
+}
 
 
 def build_task(name: str, *, seed: int, **options: Any) -> Task:
     """Build a task by name; a wrong name or option is refused with the nearest right one."""
-    if name not in TASKS:
+    curriculum = options.pop("curriculum", None)
+    make = find_class(name) if ":" in name else TASKS.get(name)
+    if make is None:
         raise ValueError(
             f"There is no task {name!r}{did_you_mean(name, TASKS)}; choose one of "
-            f"{', '.join(TASKS)}."
+            f"{', '.join(TASKS)}, or name a class as in my_task.py:MyTask."
         )
-    known = [f.name for f in fields(TASKS[name]) if f.init and f.name not in ("seed", "name")]
+    if not callable(make):  # a task that is already made
+        _refuse_unknown(options, [], f"task {name}")
+        task: Any = make
+    else:
+        known = options_of(make)
+        _refuse_unknown(options, [o for o in known if o not in ("seed", "name")], f"task {name}")
+        task = make(**({"seed": seed} if "seed" in known else {}), **options)
+    return task if curriculum is None else _with_curriculum(task, curriculum, seed=seed)
+
+
+def _with_curriculum(task: Any, options: Any, *, seed: int) -> Curriculum:
+    if not isinstance(options, dict):
+        raise ValueError("task.curriculum is a table: write {low = 0.1, high = 0.9}.")
+    known = [f.name for f in fields(Curriculum) if f.init and f.name not in ("task", "seed")]
+    _refuse_unknown(options, known, "table task.curriculum")
+    return Curriculum(task=task, seed=seed, **options)
+
+
+def _refuse_unknown(options: dict[str, Any], known: list[str], where: str) -> None:
     for option in options:
         if option not in known:
+            listed = f"its options are {', '.join(known)}" if known else "it has none"
             raise ValueError(
-                f"The task {name} has no option {option!r}{did_you_mean(option, known)}; its "
-                f"options are {', '.join(known)}."
+                f"The {where} has no option {option!r}{did_you_mean(option, known)}; {listed}."
             )
-    if name == "file" and "path" not in options:
-        raise ValueError("The task file needs task.path, a .jsonl or .parquet file.")
-    return TASKS[name](seed=seed, **options)
 
 
-__all__ = ["TASKS", "Task", "build_task"]
+__all__ = [
+    "TASKS",
+    "Curriculum",
+    "FilteredTask",
+    "LearningTask",
+    "Mixture",
+    "ProblemSet",
+    "ProblemTask",
+    "Task",
+    "build_task",
+    "fit_task",
+    "without_overlap",
+]

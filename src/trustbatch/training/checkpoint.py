@@ -29,6 +29,7 @@ from trustbatch.training.shards import StoredTensor, is_plain, list_tensors, rea
 from trustbatch.training.trainer import Trainer
 
 TRAINER_FOLDER, STATE_FILE, PENDING_FILE = "trainer", "state.json", "pending_rollouts.jsonl"
+SPARE_FILE = "spare_rollouts.jsonl"
 WEIGHTS, OPTIMISER = "weights/", "optimiser/"
 """how the names of stored tensors begin: weights/NAME and optimiser/KEY/NAME"""
 LONG_CHECK_BYTES = 4 * 2**30
@@ -83,10 +84,12 @@ def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
         trainer.num_consecutive_skips = int(state["num_consecutive_skips"])
         lines = (folder / PENDING_FILE).read_text(encoding="utf-8").splitlines()
         pending = [[group_from_record(record) for record in json.loads(line)] for line in lines]
+        lines = (folder / SPARE_FILE).read_text(encoding="utf-8").splitlines()
         return LoopState(
             step=int(state["step"]),
             num_prompts=int(state["num_prompts"]),
             pending=deque(pending),
+            spare=[group_from_record(json.loads(line)) for line in lines],
             task=dict(state["task"]),
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:

@@ -29,6 +29,7 @@ from trustbatch.rollout.records import group_to_record
 from trustbatch.training.checkpoint import (
     OPTIMISER,
     PENDING_FILE,
+    SPARE_FILE,
     STATE_FILE,
     TRAINER_FOLDER,
     WEIGHTS,
@@ -56,6 +57,7 @@ class _Snapshot:
     step: int
     pieces: list[Piece]
     pending: list[list[RolloutGroup]]
+    spare: list[RolloutGroup]
     state: dict[str, Any]
     merged: dict[str, Tensor]
     """on rank 0, the weights into which adapters are merged; none where all weights are trained"""
@@ -104,6 +106,7 @@ class Checkpointer:
             step=loop.step,
             pieces=copy_pieces(tensors, self._buffers),
             pending=[list(groups) for groups in loop.pending],
+            spare=list(loop.spare),
             merged=_merged_weights(trainer.policy),
             state={
                 "step": loop.step,
@@ -219,6 +222,8 @@ class Checkpointer:
         with (folder / PENDING_FILE).open("w", encoding="utf-8") as file:
             for groups in snapshot.pending:
                 file.write(json.dumps([group_to_record(group) for group in groups]) + "\n")
+        with (folder / SPARE_FILE).open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(group_to_record(group)) + "\n" for group in snapshot.spare)
         (folder / STATE_FILE).write_text(json.dumps(snapshot.state), encoding="utf-8")
         for path in sorted(path for path in partial.rglob("*") if path.is_file()):
             name = str(path.relative_to(partial))

@@ -1,0 +1,84 @@
+"""Drawing a batch: prompts, completions and grades, and again where groups teach nothing."""
+
+import math
+
+from trustbatch.plan.shortage import memory_advice
+from trustbatch.ranks import done_once
+from trustbatch.rollout.collect import collect
+from trustbatch.session import Session
+from trustbatch.tasks import LearningTask
+from trustbatch.types import RolloutGroup
+
+
+def draw_ahead(session: Session, *, num_batches: int) -> dict[str, float]:
+    """Draw until so many batches are pending; returns how the drawing went, summed over them."""
+    metrics: dict[str, float] = {}
+    while len(session.loop.pending) < num_batches:
+        if session.config.rollout.dynamic_sampling:
+            for name, count in _draw_unequal(session).items():
+                metrics[name] = metrics.get(name, 0.0) + count
+        else:
+            session.loop.pending.append(_draw_round(session))
+    return metrics
+
+
+def _draw_unequal(session: Session) -> dict[str, float]:
+    """Append a batch of groups with unequal rewards; those beyond the need are for the next one.
+
+    If there are too few after `rollout.max_draws` rounds, groups of the last round fill the batch:
+    all their advantages are zero.
+    """
+    loop, rollout = session.loop, session.config.rollout
+    kept, equal, num_drawn, num_unequal, num_rounds = loop.spare, [], 0, 0, 0
+    while len(kept) < rollout.prompts_per_step and num_rounds < rollout.max_draws:
+        groups = _draw_round(session)
+        unequal = [group for group in groups if is_unequal(group)]
+        equal = [group for group in groups if not is_unequal(group)]
+        kept = kept + unequal
+        num_drawn += len(groups)
+        num_unequal += len(unequal)
+        num_rounds += 1
+    num_missing = max(rollout.prompts_per_step - len(kept), 0)
+    loop.pending.append(kept[: rollout.prompts_per_step] + equal[:num_missing])
+    loop.spare = kept[rollout.prompts_per_step :]
+    return {
+        "dynamic/rounds": float(num_rounds),
+        "dynamic/groups_drawn": float(num_drawn),
+        "dynamic/groups_kept": float(num_unequal),
+        "dynamic/groups_spare": float(len(loop.spare)),
+        "dynamic/groups_missing": float(num_missing),
+    }
+
+
+def is_unequal(group: RolloutGroup) -> bool:
+    """Whether the samples of a group have different rewards; those without a grade don't count."""
+    rewards = {grade.reward for grade in group.grades if math.isfinite(grade.reward)}
+    return len(rewards) > 1
+
+
+def _draw_round(session: Session) -> list[RolloutGroup]:
+    """Draw and grade the completions of the next prompts that no batch has taken yet."""
+    config, loop = session.config, session.loop
+    with memory_advice(config, session.task, "generate"):
+        groups = _draw_prompts(session)
+    # once for all ranks: a grader need not give the same answer twice
+    graded: list[RolloutGroup] = done_once(lambda: session.scorer.score(groups))
+    if isinstance(session.task, LearningTask):
+        session.task.observe(graded)
+        loop.task = session.task.state()
+    return graded
+
+
+def _draw_prompts(session: Session) -> list[RolloutGroup]:
+    rollout = session.config.rollout
+    first = session.loop.num_prompts
+    prompts = [session.task.prompt(first + i) for i in range(rollout.prompts_per_step)]
+    session.loop.num_prompts += len(prompts)
+    return collect(
+        session.engine,
+        session.policy,
+        prompts,
+        num_samples=rollout.samples_per_prompt,
+        sampling=session.sampling,
+        first_group=first,
+    )
