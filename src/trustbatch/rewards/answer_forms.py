@@ -28,12 +28,17 @@ _PLAIN_UNIT = re.compile(
 )
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 NOT_UNITS = frozenset(
-    "zero one two three four five six seven eight nine ten eleven twelve hundred hundreds thousand "
-    "thousands million millions billion billions trillion trillions dozen dozens half halves third "
-    "thirds quarter quarters fourth fourths fifth fifths tenth tenths percent percentage "
-    "times squared cubed factorial mod modulo base plus minus over divided of or and to not no "
-    "more less than least most is equals wrong false incorrect pair pairs score gross".split()
-)
+    [
+        "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+        "eleven", "twelve", "hundred", "hundreds", "thousand", "thousands", "million",
+        "millions", "billion", "billions", "trillion", "trillions", "dozen", "dozens", "half",
+        "halves", "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth",
+        "fifths", "tenth", "tenths", "percent", "percentage", "times", "squared", "cubed",
+        "factorial", "mod", "modulo", "base", "plus", "minus", "over", "divided", "of", "or",
+        "and", "to", "not", "no", "more", "less", "than", "least", "most", "is", "equals",
+        "wrong", "false", "incorrect", "pair", "pairs", "score", "gross"
+    ]
+)  # fmt: skip
 """words behind a number that change it, or may"""
 
 

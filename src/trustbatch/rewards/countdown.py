@@ -5,6 +5,7 @@ in the last <answer>...</answer>, else in the last \boxed{...}, else in the last
 target" is fine, and so are \times, \cdot, \div and \frac. The arithmetic is exact.
 """
 
+# ruff: noqa: RUF001 (signs that look alike)
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -306,10 +306,8 @@ class _Reader:
             exponent = self.exponent(depth)
             if exponent.kind == "negate":
                 raise NotReadable("an inverse or a reciprocal")
-        if self.here in ("(", "[", "{"):
-            inner = self.group(depth)
-        else:
-            inner = self.function_argument(depth)
+        is_bracketed = self.here in ("(", "[", "{")
+        inner = self.group(depth) if is_bracketed else self.function_argument(depth)
         call = Node("call", (inner, *parts), name=name)
         return call if exponent is None else Node("power", (call, exponent))
 

@@ -1,5 +1,6 @@
 r"""Cleaning: one spelling for the many that LaTeX and Unicode have for the same formula."""
 
+# ruff: noqa: RUF001 (signs that look alike are what this file is about)
 import re
 import unicodedata
 
