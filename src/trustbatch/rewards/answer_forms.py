@@ -5,7 +5,7 @@ Two answers are equal if they have the same form and their parts are equal; so (
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_ITEMS = 64
 MAX_DEPTH = 40
@@ -47,7 +47,8 @@ class Form:
     """An answer, or a part of one.
 
     `kind` is "scalar", "list", "union", "ratio", a pair of brackets such as "[)", the shape of a
-    matrix, or the signs of a relation such as "=" or "<,<".
+    matrix, or the signs of a relation such as "=" or "<,<". `text` is a scalar's, or the variable
+    whose values a set has.
     """
 
     kind: str
@@ -152,23 +153,22 @@ def _solved(parts: list[str], signs: list[str], items: tuple[Form, ...]) -> Form
     flip = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
     infinity = Form("scalar", r"\infty"), Form("scalar", r"-\infty")
     if signs == [r"\in"] and _is_name(parts[0]):
-        return items[1]
+        return replace(items[1], text=parts[0].strip()) if items[1].items else items[1]
     if len(signs) == 1 and signs[0] in flip:
         if _is_name(parts[1]) and not _is_name(parts[0]):
             signs, items = [flip[signs[0]]], (items[1], items[0])
         elif not _is_name(parts[0]):
             return None
-        above = signs[0] in (">", r"\ge")
-        edge = items[1]
-        if above:
-            return Form("()" if signs[0] == ">" else "[)", items=(edge, infinity[0]))
-        return Form("()" if signs[0] == "<" else "(]", items=(infinity[1], edge))
+        name, edge = items[0].text, items[1]
+        if signs[0] in (">", r"\ge"):
+            return Form("()" if signs[0] == ">" else "[)", name, (edge, infinity[0]))
+        return Form("()" if signs[0] == "<" else "(]", name, (infinity[1], edge))
     if len(signs) == 2 and _is_name(parts[1]):
         if all(sign in (">", r"\ge") for sign in signs):
             signs, items = [flip[sign] for sign in reversed(signs)], tuple(reversed(items))
         if all(sign in ("<", r"\le") for sign in signs):
             brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-            return Form(brackets, items=(items[0], items[2]))
+            return Form(brackets, items[1].text, (items[0], items[2]))
     return None
 
 
@@ -270,7 +270,7 @@ def _unit_name(name: str, power: str | None) -> str | None:
 def words_of(text: str) -> str | None:
     """Return an answer in words in one spelling, or None if it is a formula."""
     stripped, count = _TEXT.subn(r"\1", text)
-    plain = re.sub(r"\s+", " ", stripped).strip(" .'\"*")
+    plain = re.sub(r"\s+", " ", stripped).strip(' ."*')
     plain = re.sub(r"^\((.*)\)$", r"\1", plain).strip()
     if len(plain) == 1 and plain.isalpha():
         return plain

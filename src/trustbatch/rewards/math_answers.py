@@ -114,7 +114,8 @@ def _forms_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
         return _flipped_equal(given, wanted, rules)
     if given.kind == "scalar":
         return _scalars_equal(given, wanted, rules)
-    if len(given.items) != len(wanted.items):
+    of_two_variables = given.text and wanted.text and given.text != wanted.text
+    if of_two_variables or len(given.items) != len(wanted.items):
         return False
     if given.kind in ("list", "union"):
         return _same_items(given.items, wanted.items, rules)
@@ -179,7 +180,8 @@ def _scalars_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
     if given.unit != wanted.unit and wanted.unit and (given.unit or rules.require_unit):
         return False
     if wanted.base:
-        return given.text.lstrip("0") == wanted.text.lstrip("0")
+        plain = not given.unit and not given.is_percent
+        return plain and given.text.lstrip("0") == wanted.text.lstrip("0")
     if given.text == wanted.text and given.is_percent == wanted.is_percent:
         return bool(given.text)
     words = words_of(given.text), words_of(wanted.text)
