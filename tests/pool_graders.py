@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 from trustbatch.types import Prompt
 
@@ -51,3 +53,49 @@ class Odd:
         if completion == "text":
             return "1"  # type: ignore[return-value]
         return grade(completion)
+
+
+def start_child(note: str) -> float:
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(note).write_text(str(child.pid))
+    time.sleep(1e6)
+    return 1.0
+
+
+class Unloadable:
+    def __call__(self, what: str) -> float:
+        return 1.0
+
+    def prepare(self) -> None:
+        raise RuntimeError("not here")
+
+
+class DiesAtStart(Unloadable):
+    def prepare(self) -> None:
+        os._exit(7)
+
+
+class SleepsAtStart(Unloadable):
+    def prepare(self) -> None:
+        time.sleep(1e6)
+
+
+def brevity(prompt: str, completion: str, answer: str) -> float:
+    return 1.0 / (1 + len(completion))
+
+
+def with_details(prompt: str, completion: str, answer: str, details: dict[str, float]) -> float:
+    return details["bonus"]
+
+
+def batch_lengths(prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
+    return [float("nan") if text == "nan" else float(len(text)) for text in completions]
+
+
+def batch_too_short(prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
+    return [1.0]
+
+
+def batch_forever(prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
+    time.sleep(1e6)
+    return []

@@ -3,8 +3,8 @@ import json
 import time
 
 import pytest
-from shared_data import shared_data
 
+from shared_data import shared_data
 from trustbatch.rewards.countdown import grade_countdown
 
 NUMBERS, TARGET = [18, 45, 29], 34  # 45 - 29 + 18
@@ -19,7 +19,7 @@ NUMBERS, TARGET = [18, 45, 29], 34  # 45 - 29 + 18
         r"\boxed{45 - 29 + 18 = 34}",
         "I try.\n<answer>(45 - 29) + 18</answer>",
         "<think>18+45</think>\n<answer> 18 - (29 - 45) </answer>",
-        "let me see\n\n18 + 45 − 29.",
+        "let me see\n\n18 + 45 \u2212 29.",
         r"$\left(45 - 29\right) + 18$",
         "-29 + 45 + 18",
         "[45 - 29] + 18",
@@ -34,7 +34,7 @@ def test_right_ways_to_write_it(completion: str) -> None:
     [
         (r"\frac{32 \times 50}{40}", [32, 50, 40], 40),
         (r"32 \cdot 50 \div 40", [32, 50, 40], 40),
-        ("32 × 50 ÷ 40", [32, 50, 40], 40),
+        ("32 \u00d7 50 \u00f7 40", [32, 50, 40], 40),
         ("(7 + 5) / (1 / 2)", [7, 5, 1, 2], 24),
         ("8 / (3 - 8 / 3)", [8, 3, 8, 3], 24),
         (r"\dfrac{8}{3 - \frac{8}{3}}", [8, 3, 8, 3], 24),

@@ -1,6 +1,7 @@
 """The grader of mathematics: never a reward for a wrong answer, never a hang."""
 
 import gzip
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_data import shared_data
 
+from shared_data import shared_data
 from trustbatch.errors import RewardError
 from trustbatch.rewards import math_answers
 from trustbatch.rewards.final_answers import final_answer
@@ -156,13 +157,13 @@ def test_real_answers_equal_themselves(name: str) -> None:
 def test_real_answers_differ_from_their_neighbours(name: str) -> None:
     """Where the grader calls two of them equal, it does so both ways round."""
     answers = sorted({str(row["answer"]) for row in rows(name)})[:4000]
-    for answer, other in zip(answers, answers[1:], strict=False):
+    for answer, other in itertools.pairwise(answers):
         # a base may be left out, but not be invented
         if "_" not in other and grade_math(boxed(answer), other):
             assert grade_math(boxed(other), answer), (answer, other)
 
 
-NUMBERS = st.integers(-10**12, 10**12)
+NUMBERS = st.integers(-(10**12), 10**12)
 
 
 @settings(max_examples=200, deadline=None)

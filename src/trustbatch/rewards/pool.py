@@ -65,6 +65,8 @@ class GraderPool:
 
     def run(self, items: Sequence[Any]) -> list[Outcome]:
         """Return an outcome for each item; raises NotPortable if no process can load the grader."""
+        for process in [each for each in self._processes if each.has_ended]:
+            self._end(process)  # while it had nothing to do: no item is lost
         waiting = deque(enumerate(items))
         outcomes: list[Outcome | None] = [None] * len(items)
         missing = len(items)
@@ -206,6 +208,11 @@ class _Process:
         """It has nothing to do, and all the time for it."""
         self.item = None
         self.deadline = float("inf")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is no more."""
+        return self._process.poll() is not None
 
     def receive(self) -> bool:
         """Take in what it has written; False if it has ended."""

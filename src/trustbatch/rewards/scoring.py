@@ -7,7 +7,7 @@ a reason, and never reward 0. `reward.ungraded` says what becomes of it.
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from trustbatch.rewards.terms import (
     TaskTerm,
     build_term,
 )
-from trustbatch.rewards.worker import Outcome, graded
+from trustbatch.rewards.worker import Outcome, describe, graded
 from trustbatch.tasks.base import Task
 from trustbatch.types import Grade, GradeStatus, RolloutGroup
 
@@ -104,7 +104,11 @@ class Scorer:
         ]
 
     def _in_processes(
-        self, name: str, grade: Callable[[Any], Any], items: Sequence[Any], time_limit: float
+        self,
+        name: str,
+        grade: PooledTerms | BatchFunctionTerm,
+        items: Sequence[Any],
+        time_limit: float,
     ) -> list[Outcome]:
         """Grade in the processes of a pool, or here where the grader can't be sent to any."""
         if name not in self._graded_here:
@@ -122,6 +126,7 @@ class Scorer:
                 pool = self._pools.pop(name, None)
                 if pool is not None:
                     pool.close()
+                self._load_here(grade)
                 logger.warning(
                     "The grader of task %s can't be sent to another process (%s): it runs in this "
                     "one, without limits of time and memory; define it in a module to have them.",
@@ -129,6 +134,16 @@ class Scorer:
                     error,
                 )
         return [graded(grade, item) for item in items]
+
+    def _load_here(self, grade: PooledTerms | BatchFunctionTerm) -> None:
+        """Load what could not be loaded elsewhere; a function that is broken is so here, too."""
+        try:
+            grade.prepare()
+        except Exception as error:  # whatever an import of a user's module raises
+            raise RewardError(
+                f"The grader of task {self.task.name} can't be loaded ({describe(error)}): fix it, "
+                "and the same command continues the run."
+            ) from error
 
     def _grade(self, row: Sequence[Outcome]) -> Grade:
         """Add the weighted parts, or say why one is missing."""
