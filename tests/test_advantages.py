@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trustbatch.advantages import (
     ADVANTAGES,
@@ -62,8 +64,44 @@ def test_only_the_group_matters(name: str) -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_rewards_that_are_not_numbers_are_refused(name: str) -> None:
-    for bad in (math.nan, math.inf):
+    for bad in (math.inf, -math.inf):
         with pytest.raises(ValueError, match="finite"):
             ADVANTAGES[name](torch.tensor([[0.0, bad]]))
     with pytest.raises(ValueError, match="groups, samples"):
         ADVANTAGES[name](torch.tensor([0.0, 1.0]))
+
+
+def test_a_reward_that_was_not_given_takes_no_part() -> None:
+    nan = math.nan
+    assert group_centred(torch.tensor([[3.0, nan, 1.0]])).tolist()[0][::2] == [1.0, -1.0]
+    # others' means without the second: 1 and 3
+    assert leave_one_out(torch.tensor([[3.0, nan, 1.0]])).tolist()[0][::2] == [2.0, -2.0]
+    # mean 1, std 1
+    rewards = torch.tensor([[nan, 0.0, 2.0]])
+    assert group_standardised(rewards, epsilon=1.0).tolist()[0][1:] == [-0.5, 0.5]
+
+
+REWARDS = st.lists(
+    st.lists(
+        st.one_of(st.just(math.nan), st.sampled_from([0.0, 1.0]), st.floats(-100, 100)),
+        min_size=1,
+        max_size=6,
+    ),
+    min_size=1,
+    max_size=1,
+)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@settings(max_examples=100, deadline=None)
+@given(rows=REWARDS)
+def test_left_out_is_as_if_never_drawn(name: str, rows: list[list[float]]) -> None:
+    rewards = torch.tensor(rows, dtype=torch.float64)
+    advantages = ADVANTAGES[name](rewards)
+    given_ = ~rewards.isnan()
+    assert torch.equal(advantages.isnan(), ~given_)
+    if given_.any():
+        alone = ADVANTAGES[name](rewards[given_][None])
+        torch.testing.assert_close(advantages[given_][None], alone, rtol=1e-9, atol=1e-9)
+    if given_.sum() < 2:
+        assert (advantages[given_] == 0).all()

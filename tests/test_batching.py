@@ -241,6 +241,9 @@ def test_advantages_reach_their_completions() -> None:
         ((2,), [2, 0], 4.0),
         ((2,), [2, 1], 5.0),
     ]
+    advantages[1, 0] = advantages[2, 0] = torch.nan
+    left = to_sequences(groups, advantages)
+    assert [sequence.advantage for sequence in left] == [0.0, 1.0, 3.0, 5.0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

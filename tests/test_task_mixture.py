@@ -110,6 +110,6 @@ def test_a_run_reports_the_reward_of_each_task(tiny_folder: Path, tmp_path: Path
         run={"folder": str(tmp_path)},
     )
     for line in result.metrics:
-        assert (line["reward/arithmetic/share"], line["reward/short/share"]) == (0.25, 0.75)
-        mean = 0.25 * line["reward/arithmetic/mean"] + 0.75 * line["reward/short/mean"]
+        assert (line["task/arithmetic/share"], line["task/short/share"]) == (0.25, 0.75)
+        mean = 0.25 * line["task/arithmetic/reward"] + 0.75 * line["task/short/reward"]
         assert line["reward/mean"] == pytest.approx(mean)

@@ -3,14 +3,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from trustbatch.errors import RewardError
-from trustbatch.rewards import Scorer, rewards_of
 from trustbatch.tasks import build_task
 from trustbatch.tasks.arithmetic import LEVELS, Arithmetic
-from trustbatch.tasks.file import FileTask, final_answer
-from trustbatch.types import Completion, FinishReason, Prompt, Provenance, RolloutGroup
+from trustbatch.tasks.file import FileTask
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -81,9 +77,8 @@ def test_files_are_read_and_every_epoch_is_a_new_order(tmp_path: Path, name: str
         ("-3", "3", 0.0),
         ("it is -3.", "-3", 1.0),
         ("1/0", "1/0", 1.0),
-        ("", "", 1.0),
         ("no idea", "5", 0.0),
-        (r"\boxed{7", "7", 1.0),
+        (r"\boxed{7", "7", 0.0),
         ("x = y", "x=y", 1.0),
         (r"\boxed{35}", "3,5", 0.0),
         (r"\boxed{1 2}", "12", 0.0),
@@ -99,11 +94,6 @@ def test_final_answers(completion: str, answer: str, reward: float, tmp_path: Pa
     path = write_rows(tmp_path / "a.jsonl", [{"problem": "p", "answer": answer}])
     task = FileTask(path=str(path))
     assert task.grade(task.prompt(0), completion) == reward
-
-
-def test_final_answer_of_a_hostile_text_is_quick() -> None:
-    assert final_answer("\\boxed{" * 20_000) is not None
-    assert final_answer("1" * 100_000) == "1" * 100_000
 
 
 def test_rows_without_an_id_of_their_own_are_told_apart(tmp_path: Path) -> None:
@@ -149,55 +139,3 @@ def test_bad_options_get_a_sentence(tmp_path: Path) -> None:
         build_task("file", seed=0, path=str(tmp_path / "missing.jsonl"))
     with pytest.raises(ValueError, match=r"must contain \{problem\}"):
         build_task("file", seed=0, path=str(path), template="no place")
-
-
-class OddTask:
-    name = "odd"
-
-    def __init__(self, reward: object) -> None:
-        self.reward = reward
-
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(id=str(index), text="", answer="")
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        return self.reward  # type: ignore[return-value]
-
-
-def make_group(task: OddTask) -> RolloutGroup:
-    provenance = Provenance(
-        policy="p",
-        version=0,
-        engine="native",
-        precision="float32",
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        logprob_mode="processed",
-    )
-    completion = Completion(
-        prompt_id="0",
-        sample=0,
-        token_ids=torch.tensor([1]),
-        behaviour_logp=torch.tensor([0.0]),
-        top_token_ids=None,
-        behaviour_top_logp=None,
-        finish_reason=FinishReason.STOP,
-        provenance=provenance,
-        text="",
-    )
-    return RolloutGroup(
-        prompt=task.prompt(0), prompt_token_ids=(1,), completions=(completion, completion)
-    )
-
-
-@pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "1"])
-def test_a_grader_that_returns_no_number_stops_the_run(reward: object) -> None:
-    task = OddTask(reward)
-    with pytest.raises(RewardError, match="The grader of task odd returned"):
-        Scorer(task).score([make_group(task)])
-
-
-def test_rewards_have_one_row_a_group() -> None:
-    task = OddTask(0.5)
-    assert rewards_of(Scorer(task).score([make_group(task)] * 3)).tolist() == [[0.5, 0.5]] * 3

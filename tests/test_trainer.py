@@ -345,6 +345,14 @@ def test_a_step_without_measurable_tokens_is_skipped(
     assert torch.equal(before, parameters(policy))
 
 
+def test_a_batch_of_nothing_is_skipped_and_counted(policy: Policy) -> None:
+    before = parameters(policy)
+    trainer = make_trainer(policy, "p3o")
+    assert trainer.train([]) == {"steps/skipped": 1.0}
+    assert trainer.num_optimiser_steps == 1
+    assert torch.equal(before, parameters(policy))
+
+
 def test_the_optimiser_never_steps_on_a_nonfinite_gradient(
     policy: Policy, sequences: list[TrainSequence]
 ) -> None:

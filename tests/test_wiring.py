@@ -179,8 +179,9 @@ def test_a_grader_that_raises_is_named_with_its_prompt(tiny_folder: Path, tmp_pa
         def grade(self, prompt: Prompt, completion: str) -> float:
             return 1 / 0
 
-    session = open_session(config_of(tiny_folder, tmp_path), Broken())
-    with pytest.raises(RewardError, match="task broken failed on prompt 'p0' with ZeroDivision"):
+    config = config_of(tiny_folder, tmp_path, reward={"ungraded": "stop"})
+    session = open_session(config, Broken())
+    with pytest.raises(RewardError, match="task broken failed on prompt 'p0': ZeroDivision"):
         run(session)
 
 

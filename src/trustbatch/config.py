@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from trustbatch.errors import ConfigError
 from trustbatch.objectives import Objective, build_objective
+from trustbatch.rewards.terms import build_term, default_label
 
 DEFAULT_TOP_LOGPROBS = 16
 SHARED_CANARY_EVERY = 10
@@ -212,6 +213,50 @@ class RolloutConfig(_Table):
         return SHARED_CANARY_EVERY if self.engine == "native" else 1
 
 
+class RewardTermConfig(NamedOptions):
+    """[[reward.terms]]: a part of the reward, with the options of what it names."""
+
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """the reward is the sum of all parts, each times its weight"""
+    label: str | None = Field(default=None, pattern=r"^[\w.-]+$")
+    """name of the part in metrics; the function's or the term's unless told"""
+
+    @property
+    def part(self) -> str:
+        """The name of the part."""
+        return self.label or default_label(self.name, self.options)
+
+    @model_validator(mode="after")
+    def _check(self) -> "RewardTermConfig":
+        build_term(self.name, self.options)
+        return self
+
+
+class RewardConfig(_Table):
+    """[reward]: from completions to rewards; the task's own grader unless there are terms."""
+
+    terms: tuple[RewardTermConfig, ...] = ()
+    """parts that add up to the reward"""
+    ungraded: Literal["leave_out", "stop"] | float = "leave_out"
+    """what becomes of a completion whose grader fails; a number is its reward"""
+    workers: int | None = Field(default=None, ge=1)
+    """grading processes; as many as there are cores unless told"""
+    time_limit: float = Field(default=10.0, gt=0.0)
+    """seconds for one completion"""
+    memory_limit_gib: float = Field(default=2.0, gt=0.0)
+    """for one completion, beyond what the grader holds when it is loaded"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RewardConfig":
+        parts = [term.part for term in self.terms]
+        for part in parts:
+            if parts.count(part) > 1:
+                raise ValueError(
+                    f"reward.terms has two called {part!r}: give each a label of its own"
+                )
+        return self
+
+
 class AdvantageConfig(_Table):
     """[advantage]: from rewards to credit."""
 
@@ -293,6 +338,7 @@ class Config(_Table):
     model: ModelConfig
     task: NamedOptions
     rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     objective: NamedOptions = NamedOptions(name="p3o")
     training: TrainingConfig = TrainingConfig()

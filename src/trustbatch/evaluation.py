@@ -1,5 +1,6 @@
 """Mean reward of a model on a fixed set of prompts, with its standard error."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ def evaluate(
         part = prompts[start : start + num_at_once]
         groups += collect(engine, policy, part, num_samples=num_samples, sampling=sampling)
         say(f"{len(groups)}/{num_prompts} prompts")
-    per_prompt = rewards_of(Scorer(task).score(groups)).mean(dim=1)
+    with contextlib.closing(Scorer(task)) as scorer:
+        per_prompt = rewards_of(scorer.score(groups)).nanmean(dim=1)
     deviation = float(per_prompt.std()) if num_prompts > 1 else math.nan
     return EvaluationResult(
         mean_reward=float(per_prompt.mean()),

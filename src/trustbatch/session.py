@@ -53,6 +53,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         let_memory_be_shared()
     if task is None:
         task = configured_task(config)
+    scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
     run = RunFolder(config) if this_rank() == 0 else ReadOnlyRunFolder(config)
     checkpoint = newest_checkpoint(run.checkpoints)
     policy = _load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
@@ -103,7 +104,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         trainer=trainer,
         checkpointer=checkpointer,
         run=run,
-        scorer=Scorer(task),
+        scorer=scorer,
         loop=loop,
     )
 

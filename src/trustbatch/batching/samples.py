@@ -1,5 +1,6 @@
 """From scored groups to sequences, and from sequences to the parts of one optimiser step each."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -9,13 +10,14 @@ from trustbatch.types import RolloutGroup, TrainSequence
 
 
 def to_sequences(groups: Sequence[RolloutGroup], advantages: Tensor) -> list[TrainSequence]:
-    """Give each completion its advantage [groups, samples]."""
+    """Give each completion its advantage [groups, samples]; one that has none is left out."""
     return [
         TrainSequence(
             prompt_token_ids=group.prompt_token_ids, completion=completion, advantage=advantage
         )
         for group, row in zip(groups, advantages.tolist(), strict=True)
         for completion, advantage in zip(group.completions, row, strict=True)
+        if not math.isnan(advantage)
     ]
 
 

@@ -25,7 +25,13 @@ LONGEST_TEXT = 4000
 # Control characters have no meaning in HTML; their pictures show what the model really wrote.
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 _DASH = "\N{EN DASH}"
-_WARNING_COUNTS = {"tokens/nonfinite": "non-finite tokens", "steps/skipped": "skipped steps"}
+_WARNING_COUNTS = {
+    "tokens/nonfinite": "non-finite tokens",
+    "steps/skipped": "skipped steps",
+    "reward/failed": "completions whose grader failed",
+    "reward/timed_out": "completions whose grader took too long",
+    "reward/out_of_memory": "completions whose grader ran out of memory",
+}
 _SUMMARY_HEADINGS = (
     "Run",
     "Objective",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from trustbatch.rewards import rewards_of
-from trustbatch.types import Completion, FinishReason, RolloutGroup
+from trustbatch.types import Completion, FinishReason, Grade, GradeStatus, RolloutGroup
 
 
 def rollout_metrics(
@@ -22,11 +22,9 @@ def rollout_metrics(
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
     truncated = [c.finish_reason is FinishReason.LENGTH for c in completions]
     lags = [version - c.provenance.version for c in completions if c.provenance.policy == policy]
-    equal = (rewards == rewards[:, :1]).all(dim=1)
+    given = rewards[~rewards.isnan()]
     metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std(correction=0)),
-        "reward/equal_groups_fraction": float(equal.double().mean()),
+        "reward/equal_groups_fraction": sum(map(_all_equal, rewards.tolist())) / len(groups),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated_fraction": sum(truncated) / len(truncated),
@@ -34,8 +32,33 @@ def rollout_metrics(
     if lags:
         metrics["rollout/lag_mean"] = sum(lags) / len(lags)
         metrics["rollout/lag_max"] = float(max(lags))
+    if len(given):
+        metrics["reward/mean"] = float(given.mean())
+        metrics["reward/std"] = float(given.std(correction=0))
     metrics |= _by_task([group.prompt.task for group in groups], rewards.nanmean(dim=1).tolist())
+    metrics |= _of_grades([grade for group in groups for grade in group.grades])
     return metrics | _by_policy(completions, rewards.flatten().tolist())
+
+
+def _all_equal(rewards: Sequence[float]) -> bool:
+    """Whether a group teaches nothing: no two of the rewards that were given differ."""
+    return len({reward for reward in rewards if not math.isnan(reward)}) <= 1
+
+
+def _of_grades(grades: Sequence[Grade]) -> dict[str, float]:
+    """Count what was not graded and why, and average the parts of rewards."""
+    metrics = {
+        f"reward/{status}": float(sum(grade.status is status for grade in grades))
+        for status in GradeStatus
+        if status is not GradeStatus.GRADED
+    }
+    parts: dict[str, list[float]] = {}
+    for grade in grades:
+        for name, value in grade.parts.items():
+            parts.setdefault(name, []).append(value)
+    return metrics | {
+        f"reward/{name}/mean": sum(values) / len(values) for name, values in parts.items()
+    }
 
 
 def _by_task(tasks: Sequence[str], rewards: Sequence[float]) -> dict[str, float]:
@@ -47,9 +70,9 @@ def _by_task(tasks: Sequence[str], rewards: Sequence[float]) -> dict[str, float]
     for name in names:
         own = [r for task, r in zip(tasks, rewards, strict=True) if task == name]
         graded = [reward for reward in own if math.isfinite(reward)]
-        metrics[f"reward/{name}/share"] = len(own) / len(tasks)
+        metrics[f"task/{name}/share"] = len(own) / len(tasks)
         if graded:
-            metrics[f"reward/{name}/mean"] = sum(graded) / len(graded)
+            metrics[f"task/{name}/reward"] = sum(graded) / len(graded)
     return metrics
 
 
@@ -65,5 +88,7 @@ def _by_policy(completions: Sequence[Completion], rewards: Sequence[float]) -> d
     for policy, drawn in rows.items():
         metrics[f"policy/{policy}/share"] = len(drawn) / len(completions)
         metrics[f"policy/{policy}/tokens"] = float(sum(tokens for tokens, _ in drawn))
-        metrics[f"policy/{policy}/reward"] = sum(reward for _, reward in drawn) / len(drawn)
+        given = [reward for _, reward in drawn if not math.isnan(reward)]
+        if given:
+            metrics[f"policy/{policy}/reward"] = sum(given) / len(given)
     return metrics

@@ -1,5 +1,22 @@
-"""From completions to rewards."""
+"""From completions to rewards: `Scorer` is the way in, docs/rewards.md says what it can do."""
 
-from trustbatch.rewards.scoring import Scorer, rewards_of
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trustbatch.rewards.graded import rewards_of
+    from trustbatch.rewards.scoring import Scorer
 
 __all__ = ["Scorer", "rewards_of"]
+
+
+def __getattr__(name: str) -> Any:
+    # grading processes import this package, and must not wait for torch
+    if name == "Scorer":
+        from trustbatch.rewards.scoring import Scorer
+
+        return Scorer
+    if name == "rewards_of":
+        from trustbatch.rewards.graded import rewards_of
+
+        return rewards_of
+    raise AttributeError(f"module 'trustbatch.rewards' has no attribute {name!r}")

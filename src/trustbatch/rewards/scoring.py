@@ -1,61 +1,223 @@
-"""Scoring: from completions to a grade each."""
+"""Scoring: from completions to a grade each.
 
+A grader that fails is a fault of the grader, not of the answer: the completion gets a status and
+a reason, and never reward 0. `reward.ungraded` says what becomes of it.
+"""
+
+import logging
 import math
-import numbers
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from trustbatch.errors import RewardError
+from trustbatch.config import RewardConfig
+from trustbatch.errors import ConfigError, RewardError
+from trustbatch.rewards.pool import GraderPool, NotPortable
+from trustbatch.rewards.term import BatchTerm, Sample, Term
+from trustbatch.rewards.terms import (
+    BatchFunctionTerm,
+    HttpTerm,
+    OverlongTerm,
+    PooledTerms,
+    TaskTerm,
+    build_term,
+)
+from trustbatch.rewards.worker import Outcome, describe, graded
 from trustbatch.tasks.base import Task
-from trustbatch.types import Grade, RolloutGroup
+from trustbatch.types import Grade, GradeStatus, RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+MAX_UNGRADED_BATCHES = 3
+"""so many batches in a row without a single grade end the run"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighted:
+    label: str
+    weight: float
+    term: Term | BatchTerm
 
 
 class Scorer:
-    """Grades the completions of a task's prompts.
+    """Grades the completions of a task's prompts by the terms of [reward]."""
 
-    A grader that fails is a fault of the grader, not of the answer: it stops the run with the
-    prompt's id, and is never turned into reward 0.
-    """
-
-    def __init__(self, task: Task) -> None:
+    def __init__(
+        self, task: Task, reward: RewardConfig | None = None, *, max_tokens: int | None = None
+    ) -> None:
         self.task = task
+        self.reward = RewardConfig() if reward is None else reward
+        self._terms = _build_terms(task, self.reward, max_tokens)
+        self._pools: dict[str, GraderPool] = {}
+        self._graded_here: set[str] = set()
+        self._ungraded_batches = 0
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with a grade for every completion."""
-        return [
-            replace(
-                group,
-                grades=tuple(
-                    Grade(reward=self._grade(group, sample))
-                    for sample in range(len(group.completions))
-                ),
+        samples = [
+            Sample(
+                prompt=group.prompt,
+                completion=completion.text,
+                num_tokens=len(completion.token_ids),
             )
             for group in groups
+            for completion in group.completions
+        ]
+        grades = self._grades(samples)
+        self._report(samples, grades)
+        rest = iter(grades)
+        return [
+            replace(group, grades=tuple(next(rest) for _ in group.completions)) for group in groups
         ]
 
     def close(self) -> None:
-        """End everything that belongs to it."""
+        """End all grading processes."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
 
-    def _grade(self, group: RolloutGroup, sample: int) -> float:
+    def _grades(self, samples: Sequence[Sample]) -> list[Grade]:
+        """Ask all terms, and add up what they say of each sample."""
+        here, pooled = _divide(self._terms)
+        columns = [[graded(here, sample) for sample in samples]] if here.terms else []
+        if pooled.terms:
+            columns.append(self._in_processes("terms", pooled, samples, self.reward.time_limit))
+        for weighted in self._terms:
+            if isinstance(weighted.term, HttpTerm):
+                found = weighted.term.outcomes(samples)
+                columns.append([_named(weighted.label, outcome) for outcome in found])
+            elif isinstance(weighted.term, BatchFunctionTerm):
+                columns.append(self._batch(weighted.label, weighted.term, samples))
+        return [self._grade(row) for row in zip(*columns, strict=True)]
+
+    def _batch(
+        self, label: str, term: BatchFunctionTerm, samples: Sequence[Sample]
+    ) -> list[Outcome]:
+        (outcome,) = self._in_processes(label, term, [list(samples)], term.time_limit)
+        if outcome.status is not GradeStatus.GRADED:
+            return [_named(label, outcome)] * len(samples)
+        failed = Outcome(GradeStatus.FAILED, reason="it returned something not a finite number")
+        return [
+            _named(label, failed if value is None else Outcome(GradeStatus.GRADED, value))
+            for value in outcome.value
+        ]
+
+    def _in_processes(
+        self,
+        name: str,
+        grade: PooledTerms | BatchFunctionTerm,
+        items: Sequence[Any],
+        time_limit: float,
+    ) -> list[Outcome]:
+        """Grade in the processes of a pool, or here where the grader can't be sent to any."""
+        if name not in self._graded_here:
+            try:
+                if name not in self._pools:
+                    self._pools[name] = GraderPool(
+                        grade,
+                        workers=self.reward.workers or os.cpu_count() or 1,
+                        time_limit=time_limit,
+                        memory_limit_gib=self.reward.memory_limit_gib,
+                    )
+                return self._pools[name].run(items)
+            except NotPortable as error:
+                self._graded_here.add(name)
+                pool = self._pools.pop(name, None)
+                if pool is not None:
+                    pool.close()
+                self._load_here(grade)
+                logger.warning(
+                    "The grader of task %s can't be sent to another process (%s): it runs in this "
+                    "one, without limits of time and memory; define it in a module to have them.",
+                    self.task.name,
+                    error,
+                )
+        return [graded(grade, item) for item in items]
+
+    def _load_here(self, grade: PooledTerms | BatchFunctionTerm) -> None:
+        """Load what could not be loaded elsewhere; a function that is broken is so here, too."""
         try:
-            reward = self.task.grade(group.prompt, group.completions[sample].text)
-        except Exception as error:  # a user's code may raise anything; the cause stays attached
+            grade.prepare()
+        except Exception as error:  # whatever an import of a user's module raises
             raise RewardError(
-                f"The grader of task {self.task.name} failed on prompt {group.prompt.id!r} with "
-                f"{type(error).__name__}: {error}; fix it, and the same command continues the run."
+                f"The grader of task {self.task.name} can't be loaded ({describe(error)}): fix it, "
+                "and the same command continues the run."
             ) from error
-        if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+
+    def _grade(self, row: Sequence[Outcome]) -> Grade:
+        """Add the weighted parts, or say why one is missing."""
+        for outcome in row:
+            if outcome.status is not GradeStatus.GRADED:
+                reward = self.reward.ungraded
+                return Grade(
+                    reward=math.nan if isinstance(reward, str) else reward,
+                    status=outcome.status,
+                    reason=outcome.reason,
+                )
+        parts = {label: value for outcome in row for label, value in outcome.value.items()}
+        reward = sum(weighted.weight * parts[weighted.label] for weighted in self._terms)
+        return Grade(reward=reward, parts=parts if self.reward.terms else {})
+
+    def _report(self, samples: Sequence[Sample], grades: Sequence[Grade]) -> None:
+        """Say what was not graded, and stop where that is asked for or nothing is graded."""
+        failed = [
+            (sample, grade)
+            for sample, grade in zip(samples, grades, strict=True)
+            if grade.status is not GradeStatus.GRADED
+        ]
+        if not failed:
+            self._ungraded_batches = 0
+            return
+        sample, grade = failed[0]
+        first = f"prompt {sample.prompt.id!r}: {grade.reason}"
+        if self.reward.ungraded == "stop":
             raise RewardError(
-                f"The grader of task {self.task.name} returned {reward!r} for prompt "
-                f"{group.prompt.id!r}: make it return a finite number."
+                f"The grader of task {self.task.name} failed on {first}; fix it, and the same "
+                "command continues the run."
             )
-        return float(reward)
+        logger.warning(
+            "%d of %d completions could not be graded; the first is of %s",
+            len(failed),
+            len(samples),
+            first,
+        )
+        self._ungraded_batches = self._ungraded_batches + 1 if len(failed) == len(samples) else 0
+        if self._ungraded_batches >= MAX_UNGRADED_BATCHES:
+            raise RewardError(
+                f"No completion of the last {self._ungraded_batches} batches could be graded, the "
+                f"last of {first}; fix the grader, and the same command continues the run."
+            )
 
 
-def rewards_of(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Return the rewards [groups, samples] of graded groups in float64."""
-    rows = [[grade.reward for grade in group.grades] for group in groups]
-    return torch.tensor(rows, dtype=torch.float64)
+def _build_terms(task: Task, reward: RewardConfig, max_tokens: int | None) -> list[_Weighted]:
+    """Build the configured terms, or the task's own grader alone."""
+    if not reward.terms:
+        return [_Weighted("task", 1.0, TaskTerm(task=task))]
+    found: list[_Weighted] = []
+    for table in reward.terms:
+        try:
+            term = build_term(table.name, table.options)
+            term.check(max_tokens=max_tokens)
+        except ValueError as error:
+            raise ConfigError(f"[[reward.terms]] can't be used: {error}") from error
+        if isinstance(term, TaskTerm):
+            term = TaskTerm(task=task)
+        if isinstance(term, OverlongTerm) and term.max_tokens is None:
+            term = replace(term, max_tokens=max_tokens)
+        found.append(_Weighted(table.part, table.weight, term))
+    return found
+
+
+def _divide(terms: Sequence[_Weighted]) -> tuple[PooledTerms, PooledTerms]:
+    """Return the terms that are graded in this process, and those for the pool."""
+    single = [(w.label, w.term) for w in terms if isinstance(w.term, Term)]
+    here = tuple(pair for pair in single if pair[1].runs_here)
+    return PooledTerms(here), PooledTerms(tuple(pair for pair in single if pair not in here))
+
+
+def _named(label: str, outcome: Outcome) -> Outcome:
+    """Give the value its label, as the other terms do, and the reason too."""
+    if outcome.status is GradeStatus.GRADED:
+        return replace(outcome, value={label: outcome.value})
+    return replace(outcome, reason=f"{label}: {outcome.reason}")

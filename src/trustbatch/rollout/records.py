@@ -1,5 +1,6 @@
 """Rollouts as JSON records: a lossless form for checkpoints, and a readable one for people."""
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -46,7 +47,7 @@ def readable_record(
     group: RolloutGroup, sample: int, *, step: int, advantage: float
 ) -> dict[str, Any]:
     """Return one completion with its reward and provenance, for rollouts/*.jsonl and reports."""
-    completion = group.completions[sample]
+    completion, grade = group.completions[sample], group.grades[sample]
     return {
         "step": step,
         "prompt_id": group.prompt.id,
@@ -54,13 +55,20 @@ def readable_record(
         "prompt": group.prompt.text,
         "completion": completion.text,
         "answer": group.prompt.answer,
-        "reward": group.grades[sample].reward,
-        "advantage": advantage,
+        "reward": _number(grade.reward),
+        "advantage": _number(advantage),
+        **({"parts": dict(grade.parts)} if grade.parts else {}),
+        **({"ungraded": f"{grade.status}: {grade.reason}"} if grade.reason else {}),
         "finish_reason": str(completion.finish_reason),
         "tokens": len(completion.token_ids),
         "mean_behaviour_logp": float(completion.behaviour_logp.mean()),
         **asdict(completion.provenance),
     }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no name for what is not a number."""
+    return None if math.isnan(value) else value
 
 
 def _completion_to_record(completion: Completion) -> dict[str, Any]:

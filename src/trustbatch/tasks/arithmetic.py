@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trustbatch.types import Prompt
 
@@ -22,6 +23,8 @@ class Arithmetic:
     seed: int = 0
     level: int = 2
     name: str = "arithmetic"
+    grades_in_process: ClassVar[bool] = True
+    """comparing two short texts needs no other process"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.level, int) or self.level not in LEVELS:

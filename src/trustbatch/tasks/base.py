@@ -7,7 +7,12 @@ from trustbatch.types import Prompt, RolloutGroup
 
 
 class Task(Protocol):
-    """Implement these three members and pass the object to `trustbatch.train(task=...)`."""
+    """Implement these three members and pass the object to `trustbatch.train(task=...)`.
+
+    The grader runs in other processes with limits of time and memory, so a class in a module of
+    its own is best. One whose `grades_in_process` is True says that it is quick and safe, and is
+    graded in this process.
+    """
 
     @property
     def name(self) -> str:

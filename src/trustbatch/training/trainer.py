@@ -77,6 +77,10 @@ class Trainer:
 
     def train(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Update the policy on one batch of rollouts; returns the metrics of all its steps."""
+        if not sequences:  # no completion of the batch could be graded
+            num_skipped = self.config.passes * self.config.mini_batches
+            self.num_optimiser_steps += num_skipped
+            return {"steps/skipped": float(num_skipped)}
         steps: list[Metrics] = []
         is_mixed = len({sequence.completion.provenance.policy for sequence in sequences}) > 1
         for pass_number in range(self.config.passes):

@@ -1,0 +1,332 @@
+r"""Reading a formula: from cleaned LaTeX to a tree that can be evaluated.
+
+What has no single meaning is refused, and then counts only as the text that it is: two numbers side
+by side, a product behind a slash such as 1/2x, a command that is not known.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_LENGTH = 2000
+MAX_DEPTH = 40
+FUNCTIONS = frozenset(
+    ["sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh",
+     "ln", "log", "lg", "exp"]
+)  # fmt: skip
+GREEK = frozenset(
+    ["alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta",
+     "iota", "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi",
+     "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Sigma", "Phi", "Psi", "Omega", "ell"]
+)  # fmt: skip
+_TOKEN = re.compile(
+    r"(?P<number>\d*\.\d*\\overline\{\d+\}|\d*\.?\d+|\d+\.)"
+    r"|(?P<command>\\[a-zA-Z]+|\\[{}|%])"
+    r"|(?P<other>[A-Za-z]|[-+*/^_!|'(){}\[\],=<>])"
+    r"|(?P<space>\s+)"
+)
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
+_CLOSES = {"(": ")", "[": "]", "{": "}", r"\{": r"\}"}
+
+
+class NotReadable(ValueError):
+    """The text is no formula, or none with a single meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation of a formula.
+
+    `kind` is number, symbol, constant, degree, or the name of the operation on `parts`.
+    """
+
+    kind: str
+    parts: tuple["Node", ...] = ()
+    name: str = ""
+    value: Fraction = Fraction(0)
+
+    def symbols(self) -> set[str]:
+        """Return the names of all variables."""
+        names = {self.name} if self.kind == "symbol" else set()
+        return names.union(*(part.symbols() for part in self.parts))
+
+
+def read(text: str) -> Node:
+    """Return the tree of a cleaned formula, or raise NotReadable."""
+    if len(text) > MAX_LENGTH:
+        raise NotReadable("too long")
+    reader = _Reader(_tokens(text))
+    tree = reader.sum(0)
+    if reader.here is not None:
+        raise NotReadable(f"unexpected {reader.here!r}")
+    return tree
+
+
+def _tokens(text: str) -> list[str]:
+    tokens: list[str] = []
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise NotReadable(f"unknown character {text[position]!r}")
+        position = match.end()
+        if match.lastgroup == "space":
+            continue
+        tokens.append(match.group())
+        if match.group() in (r"\frac", r"\sqrt", r"\binom"):
+            position = _split_digits(text, position, tokens)
+    return tokens
+
+
+def _split_digits(text: str, position: int, tokens: list[str]) -> int:
+    r"""Take the arguments of \frac12 digit by digit, as TeX does."""
+    for _ in range(1 if tokens[-1] == r"\sqrt" else 2):
+        match = re.compile(r"\s*(\d)").match(text, position)
+        if match is None:
+            break
+        tokens.append(match.group(1))
+        position = match.end()
+    return position
+
+
+class _Reader:
+    """Recursive descent; each method reads one level of binding, and counts the depth."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self.tokens = tokens
+        self.position = 0
+        self.open_bars = 0
+
+    @property
+    def here(self) -> str | None:
+        return self.tokens[self.position] if self.position < len(self.tokens) else None
+
+    def take(self) -> str:
+        token = self.here
+        if token is None:
+            raise NotReadable("it ends too early")
+        self.position += 1
+        return token
+
+    def expect(self, token: str) -> None:
+        if self.take() != token:
+            raise NotReadable(f"{token!r} is missing")
+
+    def sum(self, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise NotReadable("nested too deep")
+        # of any length, but not nested: a walk over the tree must not go too deep
+        terms = [self.signed(depth)]
+        while self.here in ("+", "-"):
+            terms.append(self.signed(depth))
+        return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
+
+    def signed(self, depth: int) -> Node:
+        sign = self.take() if self.here in ("+", "-") else "+"
+        term = self.product(depth)
+        return term if sign == "+" else Node("negate", (term,))
+
+    def product(self, depth: int) -> Node:
+        factors = self.juxtaposed(depth)
+        while self.here in ("*", "/", r"\cdot", r"\times", r"\div"):
+            divides = self.take() in ("/", r"\div")
+            if self.here == "-":
+                self.take()
+                factors.append(Node("number", value=Fraction(-1)))
+            more = self.juxtaposed(depth)
+            if divides and len(more) > 1:
+                raise NotReadable("a product behind a slash can be read in two ways")
+            factors += [Node("reciprocal", (more[0],))] if divides else more
+        return factors[0] if len(factors) == 1 else Node("multiply", tuple(factors))
+
+    def juxtaposed(self, depth: int) -> list[Node]:
+        """Read factors without a sign between them, such as 2xy."""
+        mixed = self.mixed_number(depth)
+        factors = [self.power(depth) if mixed is None else mixed]
+        while self.starts_factor():
+            self.refuse_number(factors[-1])
+            factors.append(self.power(depth))
+        return factors
+
+    def refuse_number(self, before: Node) -> None:
+        """Refuse 2 3 and x2, which have no single meaning; n 2^n and 9! 8! have one."""
+        if self.here is None or self.here[0] not in "0123456789.":
+            return
+        after = self.tokens[self.position + 1 : self.position + 2]
+        if before.kind == "number" or after not in (["^"], ["!"]):
+            raise NotReadable("a number behind another factor")
+
+    def starts_factor(self) -> bool:
+        token = self.here
+        if token is None or token in (
+            "+", "-", "*", "/", "^", "_", "!", "'", ")", "]", "}", r"\}", ",", "=", "<", ">",
+            r"\cdot", r"\times", r"\div", r"\%", r"\rfloor", r"\rceil",
+        ):  # fmt: skip
+            return False
+        return token != "|" or not self.open_bars
+
+    def mixed_number(self, depth: int) -> Node | None:
+        r"""Read 1\frac{4}{5} as nine fifths; an improper fraction behind a number is refused."""
+        start = self.position
+        whole = self.here
+        if whole is None or not whole.isdigit() or self.tokens[start + 1 : start + 2] != [r"\frac"]:
+            return None
+        self.position += 2
+        parts = [self.argument(depth) for _ in range(2)]
+        if any(part.kind != "number" or part.value.denominator != 1 for part in parts):
+            self.position = start
+            return None
+        above, below = parts[0].value, parts[1].value
+        if not 0 <= above < below:
+            raise NotReadable("a number before an improper fraction")
+        return Node("number", value=_number(whole) + above / below)
+
+    def power(self, depth: int) -> Node:
+        base = self.postfix(depth)
+        if self.here == "^":
+            self.take()
+            base = Node("power", (base, self.exponent(depth)))
+            if self.here == "^":
+                raise NotReadable("a double superscript")
+            base = self.factorials(base)
+        return base
+
+    def exponent(self, depth: int) -> Node:
+        if self.here in ("+", "-"):
+            sign = self.take()
+            part = self.argument(depth)
+            return part if sign == "+" else Node("negate", (part,))
+        return self.argument(depth)
+
+    def postfix(self, depth: int) -> Node:
+        return self.factorials(self.atom(depth))
+
+    def factorials(self, node: Node) -> Node:
+        if self.here == "!":
+            self.take()
+            node = Node("factorial", (node,))
+        if self.here == r"\degree":
+            self.take()
+            node = Node("degrees", (node,))
+        return node
+
+    def argument(self, depth: int) -> Node:
+        """Read what a command or a superscript applies to: a group, or one atom."""
+        if self.here == "{":
+            return self.group(depth)
+        return self.atom(depth)
+
+    def group(self, depth: int) -> Node:
+        closing = _CLOSES[self.take()]
+        bars, self.open_bars = self.open_bars, 0
+        inner = self.sum(depth + 1)
+        self.open_bars = bars
+        self.expect(closing)
+        return inner
+
+    def atom(self, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise NotReadable("nested too deep")
+        token = self.take()
+        if token[0] in "0123456789.":
+            return Node("number", value=_number(token))
+        if token in ("(", "[", "{"):
+            self.position -= 1
+            return self.group(depth)
+        if token == "|":
+            self.open_bars += 1
+            inner = self.sum(depth + 1)
+            self.open_bars -= 1
+            self.expect("|")
+            return Node("absolute", (inner,))
+        if token.isalpha():
+            return self.letter(token)
+        if token.startswith("\\"):
+            return self.command(token[1:], depth)
+        raise NotReadable(f"unexpected {token!r}")
+
+    def letter(self, letter: str) -> Node:
+        name = letter + self.suffix()
+        if name in ("e", "i"):
+            return Node("constant", name=name)
+        return Node("symbol", name=name)
+
+    def suffix(self) -> str:
+        """Read subscripts and primes: they belong to the name of a variable."""
+        suffix = ""
+        while self.here in ("_", "'"):
+            token = self.take()
+            suffix += token
+            if token == "_":
+                suffix += self.raw_argument()
+        return suffix
+
+    def raw_argument(self) -> str:
+        token = self.take()
+        if token != "{":
+            return token
+        depth, inner = 1, []
+        while depth:
+            token = self.take()
+            depth += {"{": 1, "}": -1}.get(token, 0)
+            inner.append(token)
+        return "".join(inner[:-1])
+
+    def command(self, name: str, depth: int) -> Node:
+        if name == "pi":
+            return Node("constant", name="pi")
+        if name in GREEK:
+            return Node("symbol", name=f"\\{name}{self.suffix()}")
+        if name in ("frac", "binom"):
+            above, below = self.argument(depth + 1), self.argument(depth + 1)
+            if name == "binom":
+                return Node("binomial", (above, below))
+            return Node("multiply", (above, Node("reciprocal", (below,))))
+        if name == "sqrt":
+            degree = Node("number", value=Fraction(2))
+            if self.here == "[":
+                degree = self.group(depth + 1)
+            return Node("root", (degree, self.argument(depth + 1)))
+        if name in FUNCTIONS:
+            return self.function(name, depth + 1)
+        if name in ("lfloor", "lceil"):
+            inner = self.sum(depth + 1)
+            self.expect("\\r" + name[1:])
+            return Node("floor" if name == "lfloor" else "ceiling", (inner,))
+        raise NotReadable(f"unknown command \\{name}")
+
+    def function(self, name: str, depth: int) -> Node:
+        parts: tuple[Node, ...] = ()
+        if name == "log" and self.here == "_":
+            self.take()
+            parts = (self.argument(depth),)
+        exponent = None
+        if self.here == "^":
+            self.take()
+            exponent = self.exponent(depth)
+            if exponent.kind == "negate":
+                raise NotReadable("an inverse or a reciprocal")
+        is_bracketed = self.here in ("(", "[", "{")
+        inner = self.group(depth) if is_bracketed else self.function_argument(depth)
+        call = Node("call", (inner, *parts), name=name)
+        return call if exponent is None else Node("power", (call, exponent))
+
+    def function_argument(self, depth: int) -> Node:
+        """Read factors up to the next function: sin 2x cos y is sin(2x) cos(y)."""
+        factors = [self.power(depth)]
+        while self.starts_factor() and self.here not in [f"\\{name}" for name in FUNCTIONS]:
+            if self.here in ("(", "[", "|"):
+                raise NotReadable("where the argument of a function ends is not clear")
+            self.refuse_number(factors[-1])
+            factors.append(self.power(depth))
+        return factors[0] if len(factors) == 1 else Node("multiply", tuple(factors))
+
+
+def _number(token: str) -> Fraction:
+    repeating = _REPEATING.fullmatch(token)
+    if repeating is None:
+        return Fraction(token.rstrip(".") or "0")
+    whole, fixed, cycle = repeating.groups()
+    scale = 10 ** len(fixed)
+    start = Fraction(int((whole + fixed) or "0"), scale)
+    return start + Fraction(int(cycle), scale * (10 ** len(cycle) - 1))
