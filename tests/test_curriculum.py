@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tests.test_named_tasks import rows_file
 from tests.test_resume import comparable
-from tests.test_tasks import OddTask, make_group
+from tests.train_sequences import make_completion
 
 import trustbatch
 from trustbatch.tasks import Curriculum, build_task
@@ -28,11 +27,10 @@ def curriculum(tmp_path: Path, num_problems: int = 30, **options: Any) -> Curric
 
 
 def graded(prompt: Prompt, rewards: list[float]) -> RolloutGroup:
-    group = make_group(OddTask(0.0))
-    return replace(
-        group,
+    return RolloutGroup(
         prompt=prompt,
-        completions=(group.completions[0],) * len(rewards),
+        prompt_token_ids=(1,),
+        completions=tuple(make_completion([1], sample=n) for n in range(len(rewards))),
         grades=tuple(Grade(reward=reward) for reward in rewards),
     )
 

@@ -8,9 +8,7 @@ number or formula, and compared as mathematics (`rewards.math_answers`).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trustbatch.rewards.math_answers import grade_math
 from trustbatch.tasks.problems import ProblemTask
-from trustbatch.types import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +19,3 @@ class FileTask(ProblemTask):
     drops_duplicates: ClassVar[bool] = False
 
     name: str = "file"
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if the final answer equals the row's, see `grade_math`; otherwise 0."""
-        return grade_math(completion, prompt.answer)
