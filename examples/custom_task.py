@@ -17,6 +17,7 @@ class Reverse:
     """Anything with a name, a stream of prompts and a grader is a task."""
 
     name = "reverse"
+    grades_in_process = True  # quick and safe; without this it would run in processes with limits
 
     def prompt(self, index: int) -> Prompt:
         """Return the index-th prompt; a pure function, so that a run can be resumed."""

@@ -23,7 +23,7 @@ def check_path(path: str) -> None:
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise ValueError(f"{path!r} names the file {place}, which does not exist.")
-    elif PathFinder.find_spec(place.split(".")[0], [os.getcwd(), *sys.path]) is None:
+    elif PathFinder.find_spec(place.split(".")[0], [*sys.path, os.getcwd()]) is None:
         raise ValueError(
             f"{path!r} names the module {place}, which is neither in this folder nor installed."
         )

@@ -55,7 +55,7 @@ class GraderPool:
             raise NotPortable(str(error)) from error
         self._start = Start(
             grade=pickled,
-            path=[os.getcwd(), *sys.path],
+            path=[*sys.path, os.getcwd()],
             memory_limit=int(memory_limit_gib * 2**30),
             parent=os.getpid(),
         )
@@ -176,7 +176,8 @@ class _Process:
     def __init__(self, start: Start) -> None:
         # a session of its own: what it starts is killed with it, and Ctrl-C is not its business
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trustbatch.rewards.worker"],
+            # -P: a file of the current folder must not stand for a module of Python's own
+            [sys.executable, "-P", "-m", "trustbatch.rewards.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
