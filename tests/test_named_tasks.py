@@ -214,7 +214,7 @@ class Hub(BaseHTTPRequestHandler):
             ).encode()
         self.send_response(200)
         self.send_header("X-Repo-Commit", self.commit)
-        self.send_header("ETag", '"abc"')
+        self.send_header("ETag", f'"{hash(self.path)}"')
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":

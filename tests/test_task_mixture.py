@@ -75,6 +75,13 @@ def test_real_data_in_any_window() -> None:
     assert task.prompt(names.index("countdown")).details["target"] > 0
 
 
+def test_parts_with_the_same_problems_have_ids_of_their_own(tmp_path: Path) -> None:
+    """Equal ids would draw equal samples."""
+    part = {"name": "file", "path": rows_file(tmp_path, [{"problem": "1", "answer": "1"}])}
+    task = mixture([part | {"label": "a"}, part | {"label": "b"}])
+    assert [task.prompt(index).id for index in range(4)] == ["a:0#0", "b:0#0", "a:0#1", "b:0#1"]
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [

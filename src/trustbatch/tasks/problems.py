@@ -16,7 +16,7 @@ from trustbatch.tasks.same_problem import words_of
 from trustbatch.tasks.templates import find_template
 from trustbatch.types import Prompt
 
-NUM_BETWEEN_LINES = 1000
+NUM_BETWEEN_LINES = 5000
 """prompts tokenised from one line of progress to the next"""
 
 
