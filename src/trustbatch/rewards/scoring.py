@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trustbatch.errors import RewardError
+from trustbatch.rewards.grading import grade_completion
 from trustbatch.tasks.base import Task
 from trustbatch.types import Grade, RolloutGroup
 
@@ -41,7 +42,8 @@ class Scorer:
 
     def _grade(self, group: RolloutGroup, sample: int) -> float:
         try:
-            reward = self.task.grade(group.prompt, group.completions[sample].text)
+            completion = group.completions[sample]
+            reward = grade_completion(self.task, group.prompt, completion.text, completion.turns)
         except Exception as error:  # a user's code may raise anything; the cause stays attached
             raise RewardError(
                 f"The grader of task {self.task.name} failed on prompt {group.prompt.id!r} with "

@@ -7,12 +7,19 @@ To add a task, write one file with a class that has `name`, `prompt` and `grade`
 from dataclasses import fields
 from typing import Any
 
+from trustbatch.environments.calculator import Calculator
+from trustbatch.environments.guess_number import GuessNumber
 from trustbatch.errors import did_you_mean
 from trustbatch.tasks.arithmetic import Arithmetic
 from trustbatch.tasks.base import Task
 from trustbatch.tasks.file import FileTask
 
-TASKS: dict[str, type[Arithmetic] | type[FileTask]] = {"arithmetic": Arithmetic, "file": FileTask}
+TASKS: dict[str, type[Any]] = {
+    "arithmetic": Arithmetic,
+    "file": FileTask,
+    "guess_number": GuessNumber,
+    "calculator": Calculator,
+}
 
 
 def build_task(name: str, *, seed: int, **options: Any) -> Task:
