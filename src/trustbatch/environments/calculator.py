@@ -32,7 +32,7 @@ class Calculator:
     opening: str = "<calc>"
     closing: str = "</calc>"
     refusal: str = "error"
-    """answers what can't be computed"""
+    """the answer to what can't be computed"""
     instruction: str = INSTRUCTION
     name: str = "calculator"
 
@@ -61,10 +61,8 @@ class Calculator:
         said = turns[-1].text.strip()
         if not said.endswith(self.closing):
             return None
-        _, _, expression = f"{self.opening}{said.removesuffix(self.closing)}".rpartition(
-            self.opening
-        )
-        value = calculate(expression)
+        call = said.removesuffix(self.closing)
+        value = calculate(call.rpartition(self.opening)[-1] if self.opening else call)
         return self.refusal if value is None else str(value)
 
     def grade(self, prompt: Prompt, completion: str) -> float:
@@ -78,7 +76,7 @@ def calculate(expression: str) -> int | None:
         return None
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, ArithmeticError):
+    except (SyntaxError, ArithmeticError):
         return None
 
 
