@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +68,32 @@ def test_shared_layout_by_hand() -> None:
     assert batch.advantage.tolist() == [1.0, 1.0, 3.0, 4.0, 4.0, 4.0, 2.0]
 
 
+def with_replies(sequence: TrainSequence, drawn: list[bool]) -> TrainSequence:
+    """The same tokens, some of them said by an environment."""
+    completion = replace(sequence.completion, drawn=torch.tensor(drawn))
+    return replace(sequence, completion=completion)
+
+
+def test_an_environments_tokens_are_input_alone() -> None:
+    sequences = [
+        with_replies(make_sequence([5, 6], [7, 8, 9, 4], 2.0), [True, False, False, True]),
+        make_sequence([5], [7, 3], -1.0),
+        with_replies(make_sequence([5, 6], [3, 2], 1.0), [True, False]),
+    ]
+    (batch,) = batches_of(sequences)
+    assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 5, 6, 3, 5, 7]  # longest first
+    assert batch.target.tolist() == [7, 4, 3, 7, 3]
+    assert batch.index.tolist() == [1, 4, 6, 8, 9]
+    assert batch.sequence.tolist() == [0, 0, 1, 2, 2]
+    assert batch.advantage.tolist() == [2.0, 2.0, 1.0, -1.0, -1.0]
+    torch.testing.assert_close(batch.behaviour_logp, -batch.target / 10)
+    assert batch.top_token_ids is not None
+    assert batch.behaviour_top_logp is not None
+    assert batch.top_token_ids[:, 0].tolist() == batch.target.tolist()
+    assert batch.behaviour_top_logp[:, 0].tolist() == (-batch.target).tolist()
+    assert len(batch.policies) == 3
+
+
 @pytest.mark.parametrize(
     ("prompt", "response", "samples", "shared"),
     [
@@ -124,9 +151,15 @@ def flatten(batches: list[MicroBatch]) -> list[tuple[float, list[int], list[int]
     st.integers(1, 5),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 def test_any_division_loses_nothing_and_keeps_to_the_budget(
-    drawn: list[tuple[int, int]], max_tokens: int, num_ranks: int, share: bool, packs: bool
+    drawn: list[tuple[int, int]],
+    max_tokens: int,
+    num_ranks: int,
+    share: bool,
+    packs: bool,
+    is_answered: bool,
 ) -> None:
     draw = random.Random(0)
     prompts = [[draw.randrange(50) for _ in range(length)] for length in (1, 4, 9, 2)]
@@ -134,6 +167,11 @@ def test_any_division_loses_nothing_and_keeps_to_the_budget(
         make_sequence(prompts[prompt], [draw.randrange(50) for _ in range(length)], float(number))
         for number, (prompt, length) in enumerate(drawn)
     ]
+    if is_answered:
+        sequences = [
+            with_replies(s, [True] + [draw.random() < 0.5 for _ in s.completion.token_ids[1:]])
+            for s in sequences
+        ]
     ranks = [
         batches_of(
             sequences,
@@ -151,9 +189,11 @@ def test_any_division_loses_nothing_and_keeps_to_the_budget(
     expected = [
         (
             s.advantage,
-            [s.prompt_token_ids[-1], *s.completion.token_ids[:-1].tolist()],
-            s.completion.token_ids.tolist(),
-            s.completion.behaviour_logp.tolist(),
+            s.completion.of_policy(
+                torch.tensor([s.prompt_token_ids[-1], *s.completion.token_ids[:-1].tolist()])
+            ).tolist(),
+            s.completion.of_policy(s.completion.token_ids).tolist(),
+            s.completion.of_policy(s.completion.behaviour_logp).tolist(),
         )
         for s in sequences
     ]

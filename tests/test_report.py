@@ -135,7 +135,11 @@ def test_text_of_a_run_never_becomes_markup(tmp_path: Path) -> None:
     name = "'\"><img src=x onerror=y><script>alert(1)</script>"
     sample = {"step": 1, "prompt_id": evil, "prompt": evil, "completion": evil, "answer": evil}
     sample |= {"finish_reason": evil, "policy": evil, "engine": evil, "reward": evil}
-    run = make_run(tmp_path / name, rows(**QUANTILES, **{evil: 1.0}), samples={1: [sample]})
+    episode = sample | {"turns": [{"role": evil, "text": evil}, {"role": "environment"}]}
+    of_run = rows(**QUANTILES, **{evil: 1.0})
+    run = make_run(tmp_path / name, of_run, samples={1: [sample, episode]})
+        tmp_path / name, rows(**QUANTILES, **{evil: 1.0}), samples={1: [sample, episode]}
+    )
     with (run / "config.toml").open("a") as config:
         config.write(
             f"[extra]\nevil = '''{evil}'''\n[objective.more]\n'<script>' = '{evil[:25]}'\n"
@@ -147,7 +151,7 @@ def test_text_of_a_run_never_becomes_markup(tmp_path: Path) -> None:
     assert "img" not in tags
     attributes = {key for _, values, _ in page.elements for key in values}
     assert not {key for key in attributes if key.startswith("on") or key == "src"}
-    assert page.all_text().count(evil) >= 8
+    assert page.all_text().count(evil) >= 15
     assert name in page.all_text()
     assert f"Ratio quantiles of {name}" in [v.get("aria-label") for _, v, _ in page.elements]
 
@@ -333,6 +337,29 @@ def test_completions_come_from_first_middle_and_last_file(tmp_path: Path) -> Non
     shown = re.findall(r"text-(\d+)-(\d+)", text)
     assert sorted({int(step) for step, _ in shown}) == [10, 30, 1_000_000]
     assert [int(row) for step, row in shown if step == "10"] == [0, 2, 5, 8, 11]
+
+
+def test_turns_stand_under_the_name_of_who_spoke(tmp_path: Path) -> None:
+    turns = [("policy", "first guess"), ("environment", "higher"), ("policy", "second guess")]
+    said = [{"role": role, "text": words} for role, words in turns]
+    samples = {
+        1: [
+            {"step": 1, "completion": "second guess", "turns": said},
+            {"step": 1, "completion": "broken", "turns": "x"},
+            {"step": 1, "completion": "broken too", "turns": [1]},
+        ]
+    }
+    metrics = {"episode/turns_mean": 1.5, "episode/turns_max": 3.0}
+    page = page_of(tmp_path, make_run(tmp_path / "a", rows(**metrics), samples=samples))
+    kinds = [str(values.get("class", "")) for tag, values, _ in page.elements if tag == "div"]
+    shown = [kind for kind in kinds if kind.startswith("turn ")]
+    assert shown == ["turn policy", "turn reply", "turn policy"]
+    text = page.all_text()
+    assert text.index("first guess") < text.index("higher") < text.index("second guess")
+    assert "broken too" in text
+    assert len(page.lines("episode/turns_mean")) == 1
+    without = page_of(tmp_path, make_run(tmp_path / "b", rows()))
+    assert "Turns" not in without.all_text()
 
 
 def test_odd_completions_can_be_written(tmp_path: Path) -> None:

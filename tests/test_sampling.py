@@ -61,8 +61,12 @@ def test_keys_depend_on_everything_that_names_a_sample() -> None:
         sample_key(0, 0, "p", 1),
         sample_key(0, 1, "p|0", 0),
         sample_key(0, 0, "0|p", 1),
+        sample_key(0, 0, "p", 0, turn=1),
+        sample_key(0, 0, "p", 0, turn=2),
+        sample_key(0, 0, "p", 1, turn=1),
     }
-    assert len(others | {base}) == 7
+    assert len(others | {base}) == 10
+    assert sample_key(0, 0, "p", 0, turn=0) == base
 
 
 def reference_distribution(

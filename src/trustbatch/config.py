@@ -20,6 +20,7 @@ from trustbatch.objectives import Objective, build_objective
 from trustbatch.rewards.terms import build_term, default_label
 
 DEFAULT_TOP_LOGPROBS = 16
+MAX_TURNS = 8
 SHARED_CANARY_EVERY = 10
 ALL_LINEAR = "all-linear"
 
@@ -159,7 +160,9 @@ class RolloutConfig(_Table):
     prompts_per_step: int = Field(default=32, ge=1)
     samples_per_prompt: int = Field(default=8, ge=1)
     max_tokens: int = Field(default=256, ge=1)
-    """longest completion"""
+    """longest completion; of an episode, with the environment's tokens"""
+    max_turns: int = Field(default=MAX_TURNS, ge=1)
+    """turns of the policy in an episode, where the task is an environment"""
     temperature: float = Field(default=1.0, ge=0.01, le=100.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0)

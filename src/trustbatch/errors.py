@@ -22,6 +22,10 @@ class RewardError(TrustbatchError):
     """A grader failed or returned something that is not a finite number."""
 
 
+class ReplyError(TrustbatchError):
+    """An environment failed to answer, or answered with something that is not text."""
+
+
 class CheckpointError(TrustbatchError):
     """A checkpoint is missing, damaged or belongs to another run."""
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trustbatch.config import MAX_TURNS
 from trustbatch.policy import Policy
 from trustbatch.rewards import Scorer, rewards_of
 from trustbatch.rollout.collect import collect
@@ -31,6 +32,7 @@ def evaluate(
     num_prompts: int,
     num_samples: int,
     max_tokens: int,
+    max_turns: int = MAX_TURNS,
     temperature: float = 1.0,
     seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
@@ -46,7 +48,15 @@ def evaluate(
     num_at_once = max(4 * engine.max_sequences // num_samples, 1)
     for start in range(0, num_prompts, num_at_once):
         part = prompts[start : start + num_at_once]
-        groups += collect(engine, policy, part, num_samples=num_samples, sampling=sampling)
+        groups += collect(
+            engine,
+            policy,
+            part,
+            task=task,
+            num_samples=num_samples,
+            sampling=sampling,
+            max_turns=max_turns,
+        )
         say(f"{len(groups)}/{num_prompts} prompts")
     with contextlib.closing(Scorer(task)) as scorer:
         per_prompt = rewards_of(scorer.score(groups)).nanmean(dim=1)

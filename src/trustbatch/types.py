@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,11 @@ class SamplingParams:
     logprob_mode: str = "processed"
     """"processed" records the distribution drawn from; "raw" the untempered, untruncated one"""
 
+    @property
+    def of_any_length(self) -> SamplingParams:
+        """The same for all that differ in `max_tokens` alone, and so can be drawn together."""
+        return replace(self, max_tokens=1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
@@ -59,6 +64,10 @@ class GenerationRequest:
     """index of the first sample; the others follow it"""
     group: int = 0
     """number of the prompt in the run: whose turn it is where several policies answer"""
+    turn: int = 0
+    """number of the policy's turn in an episode; each has random numbers of its own"""
+    policy: str | None = None
+    """name of the policy that took the turns before and goes on; None: as the shares say"""
 
     @property
     def samples(self) -> range:
@@ -72,7 +81,9 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """a stop token was drawn; it is the completion's last token"""
     LENGTH = "length"
-    """max_tokens were drawn without a stop token"""
+    """there was no room for another token: max_tokens, those of an environment included"""
+    TURNS = "turns"
+    """the last turn allowed was taken, and the environment would have gone on"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +100,28 @@ class Provenance:
     logprob_mode: str
 
 
+class Role(StrEnum):
+    """Who speaks in a turn."""
+
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one side said before the other, e.g. Turn(role=Role.ENVIRONMENT, text="higher")."""
+
+    role: Role
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sampled answer of n tokens, with the probability that each had when it was drawn."""
+    """One sampled answer of n tokens, with the probability that each had when it was drawn.
+
+    In an episode of several turns the environment's tokens lie between the policy's: they are
+    context, as a prompt is, and no part of what is recorded, counted or trained on.
+    """
 
     prompt_id: str
     sample: int
@@ -106,6 +136,20 @@ class Completion:
     finish_reason: FinishReason
     provenance: Provenance
     text: str
+    """what the policy said; in an episode, in its last turn"""
+    drawn: Tensor | None = None
+    """[n] bool, False for the environment's tokens; None: the policy drew all of them"""
+    turns: tuple[Turn, ...] = ()
+    """an episode's, the policy's first and last; none where the task does not answer"""
+
+    @property
+    def num_drawn(self) -> int:
+        """How many of the tokens are the policy's."""
+        return len(self.token_ids) if self.drawn is None else int(self.drawn.sum())
+
+    def of_policy(self, values: Tensor) -> Tensor:
+        """Return the entries of a tensor [n, ...] that belong to the policy's own tokens."""
+        return values if self.drawn is None else values[self.drawn]
 
 
 class GradeStatus(StrEnum):

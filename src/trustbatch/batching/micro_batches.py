@@ -13,13 +13,14 @@ from torch import Tensor
 from trustbatch.batching.division import Bin, bins_of_rank, packed_bins, padded_bins
 from trustbatch.batching.units import TrainUnit, units_of
 from trustbatch.packing.layout import PackedLayout, Unit, ranges
-from trustbatch.types import TrainSequence
+from trustbatch.types import Completion, TrainSequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Input tokens, and where the outputs that predict its T response tokens are.
 
+    Response tokens are those that the policy drew; an environment's between them are input alone.
     The last token of a response predicts nothing and is no input. Example: prompt [5, 6] with
     response [7, 8] is the input [5, 6, 7], whose places 1 and 2 predict 7 and 8. Where a second
     response [9, 7] shares the prompt, the input is [5, 6, 7, 9]; places 1 and 3 predict 9 and 7.
@@ -103,9 +104,7 @@ def _lay_out(units: Bin, pad_token_id: int | None, *, top: int | None) -> MicroB
             rows, batch_first=True, padding_value=pad_token_id
         )
         begins = [row * input_ids.shape[1] for row in range(len(units))]
-    lengths = torch.tensor(
-        [len(completion.token_ids) for completion in completions], dtype=torch.int64
-    )
+    lengths = torch.tensor([completion.num_drawn for completion in completions], dtype=torch.int64)
     advantage = torch.tensor([sequence.advantage for sequence in sequences], dtype=torch.float32)
     none = torch.zeros(0)
     return MicroBatch(
@@ -113,11 +112,13 @@ def _lay_out(units: Bin, pad_token_id: int | None, *, top: int | None) -> MicroB
         packed=packed,
         index=_index(units, begins),
         sequence=torch.arange(len(sequences)).repeat_interleave(lengths),
-        target=torch.cat([none.long(), *(completion.token_ids for completion in completions)]),
-        behaviour_logp=torch.cat([none, *(each.behaviour_logp for each in completions)]),
+        target=torch.cat([none.long(), *(each.of_policy(each.token_ids) for each in completions)]),
+        behaviour_logp=torch.cat(
+            [none, *(each.of_policy(each.behaviour_logp) for each in completions)]
+        ),
         advantage=advantage.repeat_interleave(lengths),
-        top_token_ids=_cat([c.top_token_ids for c in completions], torch.int64, top),
-        behaviour_top_logp=_cat([c.behaviour_top_logp for c in completions], torch.float32, top),
+        top_token_ids=_cat(completions, "top_token_ids", torch.int64, top),
+        behaviour_top_logp=_cat(completions, "behaviour_top_logp", torch.float32, top),
         policies=tuple(completion.provenance.policy for completion in completions),
     )
 
@@ -137,6 +138,7 @@ def _inputs(unit: TrainUnit) -> list[Tensor]:
 
 def _index(units: Sequence[TrainUnit], begins: Sequence[int]) -> Tensor:
     """Return the places that predict the response tokens; the first is the prompt's last."""
+    completions: list[Completion] = []
     starts: list[int] = []
     lengths: list[int] = []
     for unit, begin in zip(units, begins, strict=True):
@@ -147,12 +149,19 @@ def _index(units: Sequence[TrainUnit], begins: Sequence[int]) -> Tensor:
             starts += [last_of_prompt, response]
             lengths += [1, length]
             response += length
-    return ranges(starts, lengths)
+            completions.append(sequence.completion)
+    places = ranges(starts, lengths)
+    if all(completion.drawn is None for completion in completions):
+        return places
+    own = places.split([len(completion.token_ids) for completion in completions])
+    return torch.cat([each.of_policy(part) for each, part in zip(completions, own, strict=True)])
 
 
-def _cat(tensors: Sequence[Tensor | None], dtype: torch.dtype, width: int | None) -> Tensor | None:
+def _cat(
+    completions: Sequence[Completion], name: str, dtype: torch.dtype, width: int | None
+) -> Tensor | None:
     """Put [n, width] side by side; None unless all sequences of the step have them."""
     if width is None:
         return None
-    present = [tensor for tensor in tensors if tensor is not None]
+    present = [each.of_policy(getattr(each, name)) for each in completions]
     return torch.cat([torch.zeros(0, width, dtype=dtype), *present])

@@ -60,7 +60,14 @@ def draw_tokens(
         first = number * num_prompts
         prompts = [prompt_at(first + place) for place in range(num_prompts)]
         named = [replace(prompt, id=f"doctor-{label}-{prompt.id}") for prompt in prompts]
-        groups = collect(engine, policy, named, num_samples=SAMPLES_PER_PROMPT, sampling=sampling)
+        groups = collect(
+            engine,
+            policy,
+            named,
+            task=None,  # a first turn has all that is examined
+            num_samples=SAMPLES_PER_PROMPT,
+            sampling=sampling,
+        )
         for group in groups:
             for completion in group.completions:
                 sequences.append(

@@ -78,7 +78,9 @@ def _draw_prompts(session: Session) -> list[RolloutGroup]:
         session.engine,
         session.policy,
         prompts,
+        task=session.task,
         num_samples=rollout.samples_per_prompt,
         sampling=session.sampling,
         first_group=first,
+        max_turns=rollout.max_turns,
     )

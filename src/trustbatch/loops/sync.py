@@ -44,7 +44,7 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         metrics["time/generate_seconds"] = generated - start
         metrics["time/train_seconds"] = end - trained_from
         metrics["time/step_seconds"] = end - start
-        num_tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
+        num_tokens = sum(c.num_drawn for group in groups for c in group.completions)
         metrics["time/tokens_per_second"] = num_tokens / (end - start)
         run.write_metrics(step, metrics)
         if step % config.run.rollouts_every == 0 or step in (1, config.training.steps):

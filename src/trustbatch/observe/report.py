@@ -260,11 +260,23 @@ def _sample_row(row: dict[str, Any]) -> str:
     return (
         f'<tr><td class="long"><small>{text(_known(row, "prompt_id"))}</small>'
         f"<pre>{_cut(row.get('prompt', ''))}</pre></td>"
-        f'<td class="long"><pre>{_cut(row.get("completion", ""))}</pre></td>'
+        f'<td class="long">{_said(row)}</td>'
         f'<td class="answer">{_cut(_known(row, "answer"))}</td>'
         f'<td class="number">{figure(row.get("reward"))}</td>'
         f'<td class="number">{figure(row.get("advantage"))}</td>'
         f'<td>{ending}</td><td class="origin">{"<br>".join(map(text, origin))}</td></tr>'
+    )
+
+
+def _said(row: dict[str, Any]) -> str:
+    """Return the completion, or an episode's turns, each under the name of who spoke."""
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return f"<pre>{_cut(row.get('completion', ''))}</pre>"
+    return "".join(
+        f'<div class="turn {"policy" if turn.get("role") == "policy" else "reply"}">'
+        f"<small>{text(_known(turn, 'role'))}</small><pre>{_cut(turn.get('text', ''))}</pre></div>"
+        for turn in turns
     )
 
 

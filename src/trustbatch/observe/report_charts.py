@@ -48,6 +48,8 @@ class ChartSpec:
     scale: str = "linear"
     ghost: str = ""
     smoothed: bool = True
+    expected: bool = True
+    """whether the report says so where no run has it"""
 
 
 LEADING = (
@@ -107,6 +109,15 @@ OTHERS = (
         scale="zero",
     ),
     ChartSpec(
+        "episode/turns_mean",
+        "Turns",
+        "The policy's turns in an episode: the strong line is the mean, the faint one the most of "
+        "the step.",
+        scale="zero",
+        ghost="episode/turns_max",
+        expected=False,
+    ),
+    ChartSpec(
         "ratio/clipped_fraction",
         "Clipped tokens",
         "Share of tokens whose ratio left the clip range and so gave no gradient.",
@@ -151,7 +162,7 @@ def charts_section(runs: Sequence[Run]) -> str:
             curves = curves_of(spec, runs)
             if curves:
                 figures.append(_figure(spec, curves, step_axis(x_steps), frame))
-            else:
+            elif spec.expected:
                 absent.append(spec.title)
         return "\n".join(figures)
 

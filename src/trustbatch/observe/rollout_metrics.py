@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from trustbatch.rewards import rewards_of
-from trustbatch.types import Completion, FinishReason, Grade, GradeStatus, RolloutGroup
+from trustbatch.types import Completion, FinishReason, Grade, GradeStatus, Role, RolloutGroup
 
 
 def rollout_metrics(
@@ -19,7 +19,7 @@ def rollout_metrics(
     """
     rewards = rewards_of(groups)
     completions = [completion for group in groups for completion in group.completions]
-    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
+    lengths = torch.tensor([c.num_drawn for c in completions], dtype=torch.float64)
     truncated = [c.finish_reason is FinishReason.LENGTH for c in completions]
     lags = [version - c.provenance.version for c in completions if c.provenance.policy == policy]
     given = rewards[~rewards.isnan()]
@@ -36,6 +36,7 @@ def rollout_metrics(
         metrics["reward/mean"] = float(given.mean())
         metrics["reward/std"] = float(given.std(correction=0))
     metrics |= _by_task([group.prompt.task for group in groups], rewards.nanmean(dim=1).tolist())
+    metrics |= _episodes(completions)
     metrics |= _of_grades([grade for group in groups for grade in group.grades])
     return metrics | _by_policy(completions, rewards.flatten().tolist())
 
@@ -76,11 +77,28 @@ def _by_task(tasks: Sequence[str], rewards: Sequence[float]) -> dict[str, float]
     return metrics
 
 
+def _episodes(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return turns, endings and tokens of episodes, where an environment answers."""
+    episodes = [completion for completion in completions if completion.turns]
+    if not episodes:
+        return {}
+    turns = [sum(turn.role is Role.POLICY for turn in each.turns) for each in episodes]
+    ended = [each.finish_reason is FinishReason.STOP for each in episodes]
+    drawn = sum(each.num_drawn for each in episodes)
+    return {
+        "episode/turns_mean": sum(turns) / len(turns),
+        "episode/turns_max": float(max(turns)),
+        "episode/ended_fraction": sum(ended) / len(ended),
+        "episode/drawn_tokens": float(drawn),
+        "episode/environment_tokens": float(sum(len(e.token_ids) for e in episodes) - drawn),
+    }
+
+
 def _by_policy(completions: Sequence[Completion], rewards: Sequence[float]) -> dict[str, float]:
     """Return share of completions, tokens and mean reward of each policy, if there are several."""
     rows: dict[str, list[tuple[int, float]]] = {}
     for completion, reward in zip(completions, rewards, strict=True):
-        row = (len(completion.token_ids), reward)
+        row = (completion.num_drawn, reward)
         rows.setdefault(completion.provenance.policy, []).append(row)
     if len(rows) == 1:
         return {}

@@ -60,6 +60,7 @@ class Scorer:
                 prompt=group.prompt,
                 completion=completion.text,
                 num_tokens=len(completion.token_ids),
+                turns=completion.turns,
             )
             for group in groups
             for completion in group.completions

@@ -5,7 +5,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
-from trustbatch.types import Prompt
+from trustbatch.types import Prompt, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,8 @@ class Sample:
     prompt: Prompt
     completion: str
     num_tokens: int
+    turns: tuple[Turn, ...] = ()
+    """of an episode, where an environment answered"""
 
 
 class Term:

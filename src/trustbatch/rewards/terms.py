@@ -12,6 +12,7 @@ from typing import Any
 from trustbatch.errors import did_you_mean
 from trustbatch.rewards.final_answers import last_box
 from trustbatch.rewards.functions import check_path, load_function, takes_details
+from trustbatch.rewards.grading import grade_completion
 from trustbatch.rewards.http_reward import HttpTerm
 from trustbatch.rewards.math_answers import grade_math
 from trustbatch.rewards.math_answers import prepare as prepare_math
@@ -35,7 +36,7 @@ class TaskTerm(Term):
 
     def grade(self, sample: Sample) -> float:
         """Return what the task's grader says."""
-        return self.task.grade(sample.prompt, sample.completion)
+        return grade_completion(self.task, sample.prompt, sample.completion, sample.turns)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 
+from trustbatch.config import MAX_TURNS
+from trustbatch.environments.base import Environment
 from trustbatch.errors import ConfigError
 from trustbatch.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.rollout.episodes import play
+from trustbatch.tasks.base import Task
 from trustbatch.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
 
@@ -13,13 +17,16 @@ def collect(
     policy: Policy,
     prompts: Sequence[Prompt],
     *,
+    task: Task | None,
     num_samples: int,
     sampling: SamplingParams,
     first_group: int = 0,
+    max_turns: int = MAX_TURNS,
 ) -> list[RolloutGroup]:
     """Draw `num_samples` completions of every prompt; one group a prompt, in their order.
 
-    `first_group` is the number of the first prompt in the run.
+    Where `task` is an environment it answers them, and each goes on for up to `max_turns` turns;
+    None draws the first turn alone. `first_group` is the number of the first prompt in the run.
     """
     requests = [
         GenerationRequest(
@@ -32,7 +39,7 @@ def collect(
         for number, prompt in enumerate(prompts)
     ]
     completions = engine.generate(requests)
-    return [
+    groups = [
         RolloutGroup(
             prompt=prompt,
             prompt_token_ids=request.token_ids,
@@ -40,6 +47,9 @@ def collect(
         )
         for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
     ]
+    if isinstance(task, Environment):
+        groups = play(engine, policy, task, groups, sampling=sampling, max_turns=max_turns)
+    return groups
 
 
 def encode_checked(policy: Policy, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:

@@ -48,7 +48,8 @@ class MixedEngine:
     """Divides the samples of each group between the trained policy's engine and second policies.
 
     The trained policy draws the first samples of a group, the others those after it, in the order
-    of the configuration; `division` says how many. Version and weights are the trained policy's:
+    of the configuration; `division` says how many, and a request that names a policy is that one's
+    alone. Version and weights are the trained policy's:
     second policies are frozen.
     """
 
@@ -63,8 +64,7 @@ class MixedEngine:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return all samples of all requests: in the order of the requests, then of the samples."""
-        shares = [policy.share for policy in self.others]
-        counts = [division(shares, r.num_samples, group=r.group) for r in requests]
+        counts = [self._counts(request) for request in requests]
         drawn = [self._draw(number, requests, counts) for number in range(1 + len(self.others))]
         return [
             completion
@@ -95,6 +95,15 @@ class MixedEngine:
     @property
     def _engines(self) -> list[RolloutEngine]:
         return [self.trained, *(policy.engine for policy in self.others)]
+
+    def _counts(self, request: GenerationRequest) -> tuple[int, ...]:
+        """Return how many samples each policy draws, the trained one first."""
+        if request.policy is None:
+            shares = [policy.share for policy in self.others]
+            return division(shares, request.num_samples, group=request.group)
+        # an episode is drawn by one policy throughout
+        second = [request.num_samples * (each.name == request.policy) for each in self.others]
+        return (request.num_samples - sum(second), *second)
 
     def _draw(
         self, number: int, requests: Sequence[GenerationRequest], counts: Sequence[Sequence[int]]

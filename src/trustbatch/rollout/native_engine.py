@@ -86,7 +86,7 @@ class NativeEngine:
                 for offset, sample in enumerate(request.samples)
             ]
             num_slots += len(rows)
-            of_sampling = groups.setdefault(request.sampling, [])
+            of_sampling = groups.setdefault(request.sampling.of_any_length, [])
             for start in range(0, len(rows), self.max_sequences):
                 of_sampling.append(rows[start : start + self.max_sequences])
         self._batch.decoder.refresh()
@@ -102,7 +102,7 @@ class NativeEngine:
         return [completions[slot] for slot in range(num_slots)]
 
     def _draw(self, waiting: deque[list[Row]], sampling: SamplingParams) -> dict[int, Draw]:
-        """Keep the batch full until every row has a stop token or max_tokens; results by slot."""
+        """Keep the batch full until every row has a stop token or its tokens; results by slot."""
         batch = self._batch
         ledger = _Ledger(sampling)
         is_full = False
@@ -188,11 +188,14 @@ class NativeEngine:
                 'set rollout.engine = "vllm".'
             )
         return PortableDecoder(
-            policy.model, pad_token_id=policy.pad_token_id, autocast=policy.autocast()
+            policy.model,
+            pad_token_id=policy.pad_token_id,
+            context_length=policy.context_length,
+            autocast=policy.autocast(),
         )
 
     def _key(self, request: GenerationRequest, sample: int) -> int:
-        return sample_key(self.seed, self._version, request.prompt_id, sample)
+        return sample_key(self.seed, self._version, request.prompt_id, sample, request.turn)
 
     def _refuse_too_long(self, request: GenerationRequest) -> None:
         length = len(request.token_ids) + request.sampling.max_tokens
@@ -256,7 +259,6 @@ class _Ledger:
     """What each slot has drawn so far, and which have ended."""
 
     def __init__(self, sampling: SamplingParams) -> None:
-        self.max_tokens = sampling.max_tokens
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
         self.num_drawn: dict[int, int] = {}
         self.ended: set[int] = set()
@@ -265,8 +267,8 @@ class _Ledger:
 
     def num_left(self, rows: Sequence[Row]) -> int:
         """Return the most tokens that any of the running rows may still draw."""
-        running = (row.slot for row in rows if row.slot not in self.ended)
-        return max((self.max_tokens - self.num_drawn[slot] for slot in running), default=0)
+        running = (row for row in rows if row.slot not in self.ended)
+        return max((row.max_tokens - self.num_drawn[row.slot] for row in running), default=0)
 
     def has_ended(self, row: Row) -> bool:
         """Whether the row has a stop token or all its tokens."""
@@ -285,8 +287,9 @@ class _Ledger:
         num_steps = len(drawn.token_ids)
         before = torch.tensor([self.num_drawn.get(row.slot, 0) for row in rows])
         was_over = torch.tensor([row.slot in self.ended for row in rows])
+        max_tokens = torch.tensor([row.max_tokens for row in rows])
         number = before + torch.arange(num_steps)[:, None]
-        is_end = torch.isin(drawn.token_ids, self.stops) | (number + 1 >= self.max_tokens)
+        is_end = torch.isin(drawn.token_ids, self.stops) | (number + 1 >= max_tokens)
         over = (is_end.cumsum(0) - is_end.long()).bool() | was_over
         counts = (~over).sum(0)
         for row, count, ends in zip(rows, counts.tolist(), is_end.any(0).tolist(), strict=True):

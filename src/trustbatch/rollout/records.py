@@ -14,7 +14,9 @@ from trustbatch.types import (
     GradeStatus,
     Prompt,
     Provenance,
+    Role,
     RolloutGroup,
+    Turn,
 )
 
 
@@ -48,7 +50,9 @@ def readable_record(
 ) -> dict[str, Any]:
     """Return one completion with its reward and provenance, for rollouts/*.jsonl and reports."""
     completion, grade = group.completions[sample], group.grades[sample]
-    return {
+    num_drawn = completion.num_drawn
+    behaviour_logp = completion.of_policy(completion.behaviour_logp)
+    record = {
         "step": step,
         "prompt_id": group.prompt.id,
         "sample": sample,
@@ -60,10 +64,14 @@ def readable_record(
         **({"parts": dict(grade.parts)} if grade.parts else {}),
         **({"ungraded": f"{grade.status}: {grade.reason}"} if grade.reason else {}),
         "finish_reason": str(completion.finish_reason),
-        "tokens": len(completion.token_ids),
-        "mean_behaviour_logp": float(completion.behaviour_logp.mean()),
+        "tokens": num_drawn,
+        "mean_behaviour_logp": float(behaviour_logp.mean()),
         **asdict(completion.provenance),
     }
+    if completion.turns:
+        record["environment_tokens"] = len(completion.token_ids) - num_drawn
+        record["turns"] = [asdict(turn) for turn in completion.turns]
+    return record
 
 
 def _number(value: float) -> float | None:
@@ -75,13 +83,17 @@ def _completion_to_record(completion: Completion) -> dict[str, Any]:
     record = {
         name: value.tolist() if isinstance(value, Tensor) else value
         for name in Completion.__slots__
-        if name != "provenance" and (value := getattr(completion, name)) is not None
+        if name not in ("provenance", "turns") and (value := getattr(completion, name)) is not None
     }
-    return record | {"provenance": asdict(completion.provenance)}
+    return record | {
+        "provenance": asdict(completion.provenance),
+        "turns": [asdict(turn) for turn in completion.turns],
+    }
 
 
 def _completion_from_record(record: dict[str, Any]) -> Completion:
     top_ids, top_logp = record.get("top_token_ids"), record.get("behaviour_top_logp")
+    drawn = record.get("drawn")
     return Completion(
         prompt_id=record["prompt_id"],
         sample=record["sample"],
@@ -92,4 +104,8 @@ def _completion_from_record(record: dict[str, Any]) -> Completion:
         finish_reason=FinishReason(record["finish_reason"]),
         provenance=Provenance(**record["provenance"]),
         text=record["text"],
+        drawn=None if drawn is None else torch.tensor(drawn, dtype=torch.bool),
+        turns=tuple(
+            Turn(role=Role(turn["role"]), text=turn["text"]) for turn in record.get("turns", ())
+        ),
     )

@@ -1,6 +1,6 @@
 """From logits to a token: which distribution it is drawn from, and the number that draws it.
 
-The random number is a pure function of (run seed, policy version, prompt id, sample index,
+The random number is a pure function of (run seed, policy version, prompt id, sample index, turn,
 position), so a sample does not depend on what else is in the batch, on how many engines there are,
 or on whether the run was interrupted.
 """
@@ -52,9 +52,10 @@ def policy_seed(seed: int, policy: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def sample_key(seed: int, version: int, prompt_id: str, sample: int) -> int:
-    """Return the signed 64-bit key of one sample's stream of random numbers."""
-    text = f"{seed}|{version}|{sample}|{prompt_id}"
+def sample_key(seed: int, version: int, prompt_id: str, sample: int, turn: int = 0) -> int:
+    """Return the signed 64-bit key of the stream of random numbers of one turn of one sample."""
+    place = f"{sample}.{turn}" if turn else f"{sample}"
+    text = f"{seed}|{version}|{place}|{prompt_id}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

@@ -236,7 +236,7 @@ class VllmEngine:
             )
 
     def _ask(self, request: GenerationRequest, sample: int) -> SampleRequest:
-        key = sample_key(self.seed, self._version, request.prompt_id, sample)
+        key = sample_key(self.seed, self._version, request.prompt_id, sample, request.turn)
         num_top = self._num_top(request.sampling.top_logprobs)
         return SampleRequest(
             token_ids=request.token_ids,

@@ -8,6 +8,8 @@ reads data is a short `ProblemTask`; `gsm8k.py` is a good one to copy.
 from dataclasses import fields
 from typing import Any
 
+from trustbatch.environments.calculator import Calculator
+from trustbatch.environments.guess_number import GuessNumber
 from trustbatch.errors import did_you_mean
 from trustbatch.tasks.aime import Aime24, Aime25, Aime26
 from trustbatch.tasks.amc23 import Amc23
@@ -39,6 +41,8 @@ TASKS: dict[str, Any] = {
     "amc23": Amc23,
     "amo_bench": AmoBench,
     "mixture": Mixture,
+    "guess_number": GuessNumber,
+    "calculator": Calculator,
 }
 
 

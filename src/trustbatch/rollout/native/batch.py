@@ -31,6 +31,11 @@ class Row:
         """Length of what it continues."""
         return len(self.request.token_ids)
 
+    @property
+    def max_tokens(self) -> int:
+        """The most that it may draw."""
+        return self.request.sampling.max_tokens
+
 
 class RunningBatch:
     """State of up to `max_rows` rows, in tensors that stay where they are."""

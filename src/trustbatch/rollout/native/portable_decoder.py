@@ -19,12 +19,18 @@ class PortableDecoder:
     address = (0, 0)
 
     def __init__(
-        self, model: Any, *, pad_token_id: int, autocast: AbstractContextManager[Any]
+        self,
+        model: Any,
+        *,
+        pad_token_id: int,
+        context_length: int,
+        autocast: AbstractContextManager[Any],
     ) -> None:
         self.model = model
         self.pad_token_id = pad_token_id
         self.autocast = autocast
         self.device = next(model.parameters()).device
+        self.last_position = context_length - 1
         self.forget()
 
     def refresh(self) -> None:
@@ -54,7 +60,8 @@ class PortableDecoder:
         """Feed one token a row, at its position; return the logits [n, V] that follow."""
         if self.has_padding:
             self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], dim=-1)
-        return self._forward(token_ids[:, None], position[:, None])
+        # rows that have ended run on beside others with more room: what they draw is thrown away
+        return self._forward(token_ids[:, None], position[:, None].clamp(max=self.last_position))
 
     def advance(self, num_steps: int) -> None:
         """The cache counts by itself."""

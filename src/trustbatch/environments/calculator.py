@@ -1,0 +1,90 @@
+"""Calculator: the policy may ask for the value of an expression before it answers."""
+
+import ast
+import operator
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trustbatch.types import Prompt, Turn
+
+INSTRUCTION = (
+    "What is {problem}? To use a calculator, end your turn with an expression such as "
+    "{opening}12*34{closing}, and I answer with its value. Then answer with the number alone."
+)
+MAX_CHARACTERS = 64
+"""of an expression: without powers, so short a one can't become a large number"""
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calculator:
+    """Products of two numbers of so many digits; 1 for exactly the right number."""
+
+    seed: int = 0
+    digits: int = 3
+    opening: str = "<calc>"
+    closing: str = "</calc>"
+    refusal: str = "error"
+    """the answer to what can't be computed"""
+    instruction: str = INSTRUCTION
+    name: str = "calculator"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= 15:
+            raise ValueError("task.digits must be from 1 to 15.")
+        if not self.closing:
+            raise ValueError("task.closing must not be empty: it ends a call of the calculator.")
+
+    def prompt(self, index: int) -> Prompt:
+        """Return the index-th product of this seed."""
+        draw = random.Random(f"{self.seed}:{self.digits}:{index}")
+        low, high = 10 ** (self.digits - 1), 10**self.digits - 1
+        first, second = draw.randint(low, high), draw.randint(low, high)
+        text = self.instruction.format(
+            problem=f"{first}*{second}", opening=self.opening, closing=self.closing
+        )
+        return Prompt(
+            id=f"{self.name}-{self.digits}:{self.seed}:{index}",
+            text=text,
+            answer=str(first * second),
+        )
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        """Return the value of an expression at the end of the turn; without one it is over."""
+        said = turns[-1].text.strip()
+        if not said.endswith(self.closing):
+            return None
+        call = said.removesuffix(self.closing)
+        value = calculate(call.rpartition(self.opening)[-1] if self.opening else call)
+        return self.refusal if value is None else str(value)
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        """1 where the last turn is the number and nothing else, surrounding white space aside."""
+        return float(completion.strip() == prompt.answer)
+
+
+def calculate(expression: str) -> int | None:
+    """Return the value of whole numbers with + - * // and brackets; None for anything else."""
+    if len(expression) > MAX_CHARACTERS or not re.fullmatch(r"[0-9+*/() -]+", expression):
+        return None
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ArithmeticError):
+        return None
+
+
+def _value(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    raise ArithmeticError("not an expression that is computed here")

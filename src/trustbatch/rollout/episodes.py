@@ -1,0 +1,185 @@
+"""Episodes: the environment answers, the policy goes on, until one of them has done.
+
+All episodes take their next turn in one call of the engine. A turn's random numbers depend on
+prompt, sample and turn, so an episode does not depend on which others are still running.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trustbatch.environments.base import Environment
+from trustbatch.errors import ReplyError
+from trustbatch.policy import Policy
+from trustbatch.ranks import done_once
+from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.rollout.replies import ReplyEncoder
+from trustbatch.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    Role,
+    RolloutGroup,
+    SamplingParams,
+    Turn,
+)
+
+
+def play(
+    engine: RolloutEngine,
+    policy: Policy,
+    environment: Environment,
+    groups: Sequence[RolloutGroup],
+    *,
+    sampling: SamplingParams,
+    max_turns: int,
+) -> list[RolloutGroup]:
+    """Let the environment answer groups of first turns, and every episode go on to its end.
+
+    `sampling.max_tokens` bounds a whole episode, the environment's tokens included.
+    """
+    encoder = ReplyEncoder.of(policy)
+    episodes = [
+        [Episode(group.prompt, group.prompt_token_ids, [first]) for first in group.completions]
+        for group in groups
+    ]
+    running = [episode for of_group in episodes for episode in of_group]
+    for turn in range(1, max_turns + 1):
+        # once for all ranks: they must not disagree about who goes on
+        answers = done_once(lambda running=running: [_ask(environment, each) for each in running])
+        for episode, answer in zip(running, answers, strict=True):
+            if answer is None:
+                episode.finish_reason = episode.last_turn.finish_reason
+            elif turn == max_turns:
+                episode.finish_reason = FinishReason.TURNS
+            else:
+                reply = Reply(answer, torch.tensor(encoder.encode(answer), dtype=torch.int64))
+                episode.answer(reply, max_tokens=sampling.max_tokens)
+        running = [episode for episode in running if episode.finish_reason is None]
+        if not running:
+            break
+        requests = [episode.next_request(sampling, turn) for episode in running]
+        for episode, completion in zip(running, engine.generate(requests), strict=True):
+            episode.parts.append(completion)
+    return [
+        replace(group, completions=tuple(episode.completion() for episode in of_group))
+        for group, of_group in zip(groups, episodes, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the environment said."""
+
+    text: str
+    token_ids: Tensor
+    """[n] int64"""
+
+
+@dataclass
+class Episode:
+    """A conversation that goes on."""
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    parts: list[Completion | Reply]
+    """a turn of the policy, a reply, a turn, and so on"""
+    finish_reason: FinishReason | None = None
+    """None while it goes on"""
+
+    @property
+    def last_turn(self) -> Completion:
+        """What the policy said last, where that was not answered yet."""
+        last = self.parts[-1]
+        assert isinstance(last, Completion)
+        return last
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """What was said so far."""
+        return tuple(
+            Turn(
+                role=Role.POLICY if isinstance(part, Completion) else Role.ENVIRONMENT,
+                text=part.text,
+            )
+            for part in self.parts
+        )
+
+    @property
+    def token_ids(self) -> Tensor:
+        """All tokens after the prompt."""
+        return torch.cat([part.token_ids for part in self.parts])
+
+    def answer(self, reply: Reply, *, max_tokens: int) -> None:
+        """Add a reply, or end where it leaves the policy no room to go on."""
+        if len(self.token_ids) + len(reply.token_ids) < max_tokens:
+            self.parts.append(reply)
+        else:
+            self.finish_reason = FinishReason.LENGTH
+
+    def next_request(self, sampling: SamplingParams, turn: int) -> GenerationRequest:
+        """Ask the policy that spoke so far to go on, within what is left of the tokens."""
+        first, token_ids = self.parts[0], self.token_ids.tolist()
+        assert isinstance(first, Completion)
+        return GenerationRequest(
+            prompt_id=first.prompt_id,
+            token_ids=(*self.prompt_token_ids, *token_ids),
+            num_samples=1,
+            first_sample=first.sample,
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(token_ids)),
+            turn=turn,
+            policy=first.provenance.policy,
+        )
+
+    def completion(self) -> Completion:
+        """Return the whole episode as one completion."""
+        assert self.finish_reason is not None
+        drawn = [
+            torch.full((len(part.token_ids),), isinstance(part, Completion)) for part in self.parts
+        ]
+        return replace(
+            self.last_turn,
+            token_ids=self.token_ids,
+            behaviour_logp=self._recorded("behaviour_logp"),
+            top_token_ids=self._recorded("top_token_ids"),
+            behaviour_top_logp=self._recorded("behaviour_top_logp"),
+            finish_reason=self.finish_reason,
+            drawn=torch.cat(drawn) if len(drawn) > 1 else None,
+            turns=self.turns,
+        )
+
+    def _recorded(self, name: str) -> Tensor | None:
+        """Lay what was recorded of drawn tokens end to end; zeros, which nobody reads, between."""
+        like = getattr(self.last_turn, name)
+        if like is None:
+            return None
+        recorded = [
+            getattr(part, name)
+            if isinstance(part, Completion)
+            else like.new_zeros(len(part.token_ids), *like.shape[1:])
+            for part in self.parts
+        ]
+        return torch.cat(recorded)
+
+
+def _ask(environment: Environment, episode: Episode) -> str | None:
+    """Return the environment's answer to the policy's last turn; None ends the episode."""
+    if episode.last_turn.finish_reason is FinishReason.LENGTH:
+        return None
+    prompt_id = episode.prompt.id
+    try:
+        reply = environment.reply(episode.prompt, episode.turns)
+    except Exception as error:  # a user's code may raise anything; the cause stays attached
+        raise ReplyError(
+            f"The environment {environment.name} failed to answer on prompt {prompt_id!r} with "
+            f"{type(error).__name__}: {error}; fix it, and the same command continues the run."
+        ) from error
+    if reply is not None and not isinstance(reply, str):
+        raise ReplyError(
+            f"The environment {environment.name} answered {reply!r} on prompt {prompt_id!r}: make "
+            "`reply` return text, or None where the episode is over."
+        )
+    return reply
