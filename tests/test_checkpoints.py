@@ -105,7 +105,7 @@ def save(folder: Path, trainer: ranks.Trainer, *steps: int, keep: int = 2) -> Pa
     checkpointer = Checkpointer(folder, trainer, keep=keep)
     for step in steps:
         ranks.take_step(trainer, step)
-        checkpointer.save(step, [])
+        checkpointer.save(LoopState(step=step))
     checkpointer.finish()
     return folder / f"step-{steps[-1]}"
 
