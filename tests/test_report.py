@@ -138,8 +138,6 @@ def test_text_of_a_run_never_becomes_markup(tmp_path: Path) -> None:
     episode = sample | {"turns": [{"role": evil, "text": evil}, {"role": "environment"}]}
     of_run = rows(**QUANTILES, **{evil: 1.0})
     run = make_run(tmp_path / name, of_run, samples={1: [sample, episode]})
-        tmp_path / name, rows(**QUANTILES, **{evil: 1.0}), samples={1: [sample, episode]}
-    )
     with (run / "config.toml").open("a") as config:
         config.write(
             f"[extra]\nevil = '''{evil}'''\n[objective.more]\n'<script>' = '{evil[:25]}'\n"
