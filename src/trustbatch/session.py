@@ -6,6 +6,7 @@ from pathlib import Path
 from trustbatch.config import Config
 from trustbatch.engines import open_engines
 from trustbatch.errors import ConfigError
+from trustbatch.evaluation.in_training import InTrainingEvaluation
 from trustbatch.loop_state import LoopState
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.policy import Policy, default_precision
@@ -34,6 +35,7 @@ class Session:
     checkpointer: Checkpointer
     run: RunFolder
     scorer: Scorer
+    evaluation: InTrainingEvaluation
     loop: LoopState
 
     @property
@@ -80,6 +82,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
             logprob_mode=config.rollout.logprob_mode,
             every=config.rollout.updates_per_canary,
         )
+        evaluation = InTrainingEvaluation(config, policy, engines.trained, run)
         run.start(loop.step)
         # only now: whoever holds the folder's lock may clean it
         checkpointer = Checkpointer(run.checkpoints, trainer, keep=config.run.keep_checkpoints)
@@ -96,6 +99,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         checkpointer=checkpointer,
         run=run,
         scorer=Scorer(task),
+        evaluation=evaluation,
         loop=loop,
     )
 
