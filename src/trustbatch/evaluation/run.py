@@ -10,6 +10,7 @@ import torch
 
 from trustbatch.config import Config, ModelConfig, parse_config
 from trustbatch.engines import build_engine
+from trustbatch.errors import ConfigError
 from trustbatch.evaluation.draw import draw_records
 from trustbatch.evaluation.folder import EvaluationFolder
 from trustbatch.evaluation.models import (
@@ -62,8 +63,7 @@ def evaluate_models(models: Sequence[str], evaluation: Evaluation) -> list[Evalu
     located = [locate_model(model) for model in models]
     names = short_names(located)
     loader = _Loader()
-    if evaluation.is_capped:
-        evaluation = _capped(located, evaluation, loader)
+    evaluation = _fitted(located, evaluation, loader)
     return [
         _evaluate(model, name, evaluation, loader)
         for model, name in zip(located, names, strict=True)
@@ -103,19 +103,29 @@ def _engine_config(model: str, evaluation: Evaluation) -> Config:
     )
 
 
-def _capped(models: Sequence[str], evaluation: Evaluation, loader: _Loader) -> Evaluation:
-    """Lower max_tokens to what fits the context of every model, so that they can be compared."""
+def _fitted(models: Sequence[str], evaluation: Evaluation, loader: _Loader) -> Evaluation:
+    """Lower max_tokens to what fits the context of every model, so that they can be compared.
+
+    One that was asked for is refused, before the first model is evaluated.
+    """
     for model in models:
         policy = loader.load(_engine_config(model, evaluation))
         room, longest = room_for_answers(policy, evaluation.suite)
         sampling = evaluation.sampling
-        if room < sampling.max_tokens:
-            LiveLine().show(
-                f"At most {room:,} tokens are drawn, not {sampling.max_tokens:,}: the context of "
-                f"{model} has {policy.context_length:,}, and the longest prompt {longest:,}.",
-                last=True,
+        if room >= sampling.max_tokens:
+            continue
+        why = (
+            f"the context of {model} has {policy.context_length:,} tokens, and the longest prompt "
+            f"{longest:,}"
+        )
+        if not evaluation.is_capped:
+            raise ConfigError(
+                f"--max-tokens {sampling.max_tokens} does not fit: {why}; give at most {room}."
             )
-            evaluation = replace(evaluation, sampling=replace(sampling, max_tokens=room))
+        LiveLine().show(
+            f"At most {room:,} tokens are drawn, not {sampling.max_tokens:,}: {why}.", last=True
+        )
+        evaluation = replace(evaluation, sampling=replace(sampling, max_tokens=room))
     return evaluation
 
 
