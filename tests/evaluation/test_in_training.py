@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import trustbatch
+from trustbatch.cli import main
 from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.results import read_results
@@ -144,19 +145,18 @@ def test_a_run_that_goes_on_evaluates_what_is_missing(tiny_folder: Path, tmp_pat
 
 @pytest.mark.slow
 def test_two_ranks_evaluate_as_one(tiny_folder: Path, tmp_path: Path) -> None:
-    folders = {}
-    for name, num_ranks in (("one", 1), ("two", 2)):
-        file = tmp_path / f"{name}.toml"
+    configs = {name: tmp_path / f"{name}.toml" for name in ("one", "two")}
+    for name, file in configs.items():
         file.write_text(CONFIG.format(model=tiny_folder, folder=tmp_path / name))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(num_ranks), "-m", "tests.ranks.train", str(file)]
-        result = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert result.returncode == 0, result.stderr[-4000:]
-        assert result.stderr.count("evaluation at step 4  9/9 problems") == 1
-        folders[name] = tmp_path / name / "run"
-    one, two = (evaluated(read_metrics(folder)) for folder in folders.values())
+    assert main(["train", str(configs["one"])]) == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "tests.ranks.train", str(configs["two"])]
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stderr.count("evaluation at step 4  9/9 problems") == 1
+    one, two = (evaluated(read_metrics(tmp_path / name / "run")) for name in configs)
     assert list(two) == [0, 2, 4, 5]
     # version 0 is the same everywhere; later ones differ by the rounding of another division
     assert two[0] == one[0]

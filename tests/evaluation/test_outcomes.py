@@ -110,14 +110,14 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_damage_is_named(tmp_path: Path) -> None:
     open_folder(tmp_path).close()
-    with pytest.raises(ConfigError, match="has no results.json"):
+    with pytest.raises(ConfigError, match=r"has no results\.json"):
         read_results(tmp_path)
     (tmp_path / "results.json").write_text(json.dumps({"model": "m"}))
-    with pytest.raises(ConfigError, match="can't be read .*: delete it"):
+    with pytest.raises(ConfigError, match=r"can't be read .*: delete it"):
         read_results(tmp_path)
     open_folder(tmp_path, samples=5).close()  # nothing was drawn yet, so nothing binds
     (tmp_path / "samples.jsonl").write_text('{"task": 1}\n')
-    with pytest.raises(ConfigError, match="Line 1 of .* can't be read: remove the line"):
+    with pytest.raises(ConfigError, match=r"Line 1 of .* can't be read: remove the line"):
         open_folder(tmp_path, samples=5)
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(ConfigError, match="is not JSON: delete"):

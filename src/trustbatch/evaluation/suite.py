@@ -106,7 +106,8 @@ def _build(choice: TaskChoice, data: str | None) -> Task:
 
 
 def _label(choice: TaskChoice) -> str:
-    name = Path(choice.name).name if choice.name.endswith(FILE_ENDINGS) else choice.name
+    """Return a short name that can be a part of a folder's."""
+    name = Path(choice.name).name.rpartition(":")[2]
     for ending in FILE_ENDINGS:
         name = name.removesuffix(ending)
     return name

@@ -161,7 +161,7 @@ def charts_section(runs: Sequence[Run]) -> str:
         return "\n".join(figures)
 
     evaluations = drawn(evaluation_specs(runs), SMALL)
-    evaluated = f'<div class="charts">{evaluations}</div>\n' if evaluations else ""
+    evaluated = f'<div class="charts panels">{evaluations}</div>\n' if evaluations else ""
     lead, panels = drawn(LEADING, LEAD), _ratio_figure(runs, step_axis(x_steps, parts=4), absent)
     others = drawn(OTHERS, SMALL)
     missing = (
