@@ -7,18 +7,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from tests.shared_data import shared_data
 
 from trustbatch.cli import main
+from trustbatch.evaluation.draw import draw_records
 from trustbatch.evaluation.models import short_names
+from trustbatch.evaluation.settings import SamplingSettings
 from trustbatch.evaluation.suite import TaskChoice, load_suite
 from trustbatch.observe.run_folder import describe_environment
+from trustbatch.policy import Policy
+from trustbatch.rewards import Scorer
+from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.tasks import build_task
+from trustbatch.types import Completion, GenerationRequest
 
 SMALL = ["--prompts", "12", "--samples", "4", "--max-tokens", "8"]
 FILES = ("results.md", "pass_at_k.html", "samples.jsonl", "settings.json")
@@ -44,8 +51,6 @@ def read_results(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def other_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with other weights."""
-    from trustbatch.policy import Policy
-
     folder = tmp_path_factory.mktemp("models") / "other"
     policy = Policy.load(str(tiny_folder), device="cpu", precision="float32")
     with torch.no_grad():
@@ -102,6 +107,33 @@ def test_an_evaluation_goes_on_where_it_was_stopped(
     assert read_results(stopped) == read_results(whole)
     for file in FILES:
         assert (stopped / file).read_text() == (whole / file).read_text(), file
+
+
+def test_what_is_done_does_not_change_which_problems_are_drawn_together(policy: Policy) -> None:
+    """Another batch could round otherwise, and draw another token."""
+
+    class NotingEngine(NativeEngine):
+        asked: ClassVar[list[list[str]]] = []
+
+        def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+            self.asked.append([request.prompt_id for request in requests])
+            return super().generate(requests)
+
+    task = load_suite([TaskChoice("arithmetic")], num_endless=7)[0]
+    ids = [problem.id for problem in task.problems]
+    settings = SamplingSettings(samples=2, max_tokens=3)
+    asked, drawn = {}, {}
+    for num_done in (0, 3):
+        engine = NotingEngine(policy, seed=0)
+        engine.asked.clear()
+        records = draw_records(
+            engine, policy, Scorer(task.task), task, settings, max_sequences=4, done=ids[:num_done]
+        )
+        drawn[num_done] = [record for part in records for record in part]
+        asked[num_done] = list(engine.asked)
+    assert [len(part) for part in asked[0]] == [2, 2, 2, 1]
+    assert asked[3] == asked[0][1:]
+    assert drawn[3] == drawn[0][3:]
 
 
 @pytest.mark.slow
