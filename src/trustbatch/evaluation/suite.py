@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ DATA_FILES = {
     "gsm8k": "gsm8k_test",
 }
 """file of a named task in a folder of data, where it is not the task's own name"""
+TEST_SPLITS = {"countdown": "test", "gsm8k": "test"}
+"""of hub data whose usual split is for training"""
 BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -55,11 +57,9 @@ class EvaluatedTask:
     @cached_property
     def digest(self) -> str:
         """Names these very problems, answers included."""
-        rows = [
-            json.dumps([p.id, p.text, p.answer, dict(p.details)], sort_keys=True, default=str)
-            for p in self.problems
-        ]
-        return digest(*rows)
+        names = [each.name for each in fields(Prompt)]
+        rows = [{name: getattr(problem, name) for name in names} for problem in self.problems]
+        return digest(*(json.dumps(row, sort_keys=True, default=str) for row in rows))
 
 
 def load_suite(
@@ -102,6 +102,8 @@ def _build(choice: TaskChoice, data: str | None) -> Task:
         if name not in TASKS:
             options = {"template": BOXED, "shuffle": False} | options
             return build_task("file", seed=PROBLEM_SEED, **options)
+    elif name in TEST_SPLITS and "path" not in options:
+        options = {"split": TEST_SPLITS[name]} | options
     return build_task(name, seed=PROBLEM_SEED, **options)
 
 
