@@ -1,16 +1,17 @@
-"""Real data beside the repository, which is not part of it."""
+"""Real data beside the repository, which is no part of it."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-FOLDER = Path(os.environ.get("TRUSTBATCH_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
+ROOT = Path(__file__).parent.parent
 
 
 def shared_data(name: str) -> Path:
-    """Return the path of a file; skips the test where it is missing."""
-    path = FOLDER / name
-    if not path.is_file():
-        pytest.skip(f"there is no {path}")
+    """Return a file or folder of it, or skip the test where it is missing."""
+    folder = Path(os.environ.get("TRUSTBATCH_TEST_DATA", ROOT.parent / "shared" / "data"))
+    path = folder / name
+    if not path.exists():
+        pytest.skip(f"{path} is not there: set TRUSTBATCH_TEST_DATA to the folder with the data")
     return path

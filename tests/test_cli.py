@@ -105,17 +105,6 @@ def test_a_folder_that_cannot_be_made(
     assert "Not a directory" in message
 
 
-def test_eval_prints_a_mean_with_its_error(
-    tiny_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    command = ["eval", str(tiny_folder), "--prompts", "8", "--samples", "2", "--max-tokens", "3"]
-    assert main(command) == 0
-    assert "mean reward over 8 prompts x 2 samples" in capsys.readouterr().out
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"problem": "1+1=", "answer": "2"}\n')
-    assert main([*command, "--task", str(data)]) == 0
-
-
 def test_unknown_key_gets_the_nearest_name(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of(capsys, "train", config, "--training.step=3")
     assert message == "error: Unknown key 'training.step': did you mean 'training.steps'?"

@@ -27,7 +27,7 @@ class RunResult:
     checkpoint: Path
     """the trained model, a Hugging Face folder"""
     metrics: list[dict[str, Any]]
-    """one dictionary a step"""
+    """one dictionary a step, and one of step 0 where the policy was evaluated before the first"""
 
 
 def train(
@@ -100,6 +100,7 @@ def _train(config: Config, task: Task | None) -> RunResult:
     finally:
         session.checkpointer.close()
         session.scorer.close()
+        session.evaluation.close()
         session.engine.close()
         session.run.close()
     return RunResult(

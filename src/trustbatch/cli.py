@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    if options.command not in ("train", "doctor") and overrides:
+    if options.command not in ("train", "doctor", "eval") and overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     # each command imports what it needs: --help answers at once
     if options.command == "train":
@@ -53,7 +53,9 @@ def _run(arguments: list[str]) -> int:
     if options.command == "report":
         return _report(options.runs, options.output)
     if options.command == "eval":
-        return _eval(options)
+        return _eval(options, overrides)
+    if options.command == "compare":
+        return _compare(options.evaluations, options.k, options.output)
     return _quickstart(Path(options.folder), steps=options.steps, seed=options.seed)
 
 
@@ -91,17 +93,40 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write one HTML page about some runs")
     report.add_argument("runs", nargs="+", help="run folders, e.g. runs/a runs/b")
     report.add_argument("--output", help="the HTML file; report.html of the first run unless given")
-    evaluation = commands.add_parser("eval", help="mean reward of a model on a task")
-    evaluation.add_argument("model", help="local folder, .gguf file, smollm2, or hub name")
-    evaluation.add_argument("--task", default="arithmetic", help="arithmetic, or a .jsonl/.parquet")
-    evaluation.add_argument(
-        "--template", default="{problem}", help="the prompt; {problem} is replaced (files only)"
+    evaluation = commands.add_parser(
+        "eval",
+        help="pass@k of models on tasks, with intervals",
+        epilog="The same command goes on where it was stopped. Keys of an engine can be set: "
+        "--model.device=cpu --rollout.max_sequences=64 --rollout.vllm.kv_cache_gib=4",
     )
-    evaluation.add_argument("--prompts", type=_at_least_one, default=256, help="default 256")
-    evaluation.add_argument("--samples", type=_at_least_one, default=4, help="of each, default 4")
-    evaluation.add_argument("--max-tokens", type=_at_least_one, help="256 where the model allows")
+    evaluation.add_argument(
+        "models", nargs="+", help="run, checkpoint, folder, .gguf file, smollm2, or hub name"
+    )
+    evaluation.add_argument("--suite", type=_names, default=[], help="tasks: aime24,amc23")
+    evaluation.add_argument("--task", help="one task, or a .jsonl/.parquet; default arithmetic")
+    evaluation.add_argument("--data", help="folder with NAME.jsonl.gz of each named task")
+    evaluation.add_argument(
+        "--template", help="the prompt; {problem} is replaced (for the file of --task only)"
+    )
+    evaluation.add_argument("--engine", choices=("native", "vllm"), default="native")
+    evaluation.add_argument(
+        "--samples", type=_at_least_one, help="of each problem; default 16, at temperature 0: 1"
+    )
     evaluation.add_argument("--temperature", type=_not_negative, default=1.0, help="0 is greedy")
-    evaluation.add_argument("--seed", type=int, default=0)
+    evaluation.add_argument("--top-p", type=_probability, default=0.95, help="default 0.95")
+    evaluation.add_argument(
+        "--max-tokens", type=_at_least_one, help="default 4096, or what the context allows"
+    )
+    evaluation.add_argument("--limit", type=_at_least_one, help="first problems of each task")
+    evaluation.add_argument(
+        "--prompts", type=_at_least_one, default=256, help="of a task without an end, default 256"
+    )
+    evaluation.add_argument("--seed", type=int, default=0, help="of the samples")
+    evaluation.add_argument("--output", default="evals", help="where the results' folders go")
+    comparison = commands.add_parser("compare", help="which of two evaluated models is better")
+    comparison.add_argument("evaluations", nargs=2, help="folders that eval made, e.g. evals/a")
+    comparison.add_argument("--k", type=_at_least_one, default=1, help="of pass@k, default 1")
+    comparison.add_argument("--output", help="folder for comparison.json, .md and the plot")
     quickstart = commands.add_parser(
         "quickstart", help="a few minutes on a CPU: tiny model, P3O beside GRPO, report"
     )
@@ -126,6 +151,20 @@ def _not_negative(text: str) -> float:
     if not 0.0 <= number <= 100.0:
         raise argparse.ArgumentTypeError("must be from 0 to 100")
     return number
+
+
+def _probability(text: str) -> float:
+    number = _not_negative(text)
+    if not 0.0 < number <= 1.0:
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
+    return number
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"must be names with commas between them, not {text!r}")
+    return names
 
 
 def _gib(text: str) -> float:
@@ -237,52 +276,42 @@ def _report(runs: list[str], output: str | None) -> int:
     return 0
 
 
-def _eval(options: argparse.Namespace) -> int:
-    from trustbatch.evaluation import evaluate
-    from trustbatch.observe.progress import LiveLine
-    from trustbatch.policy import Policy
-    from trustbatch.tasks import build_task
-    from trustbatch.tasks.file import FileTask
+def _eval(options: argparse.Namespace, overrides: list[str]) -> int:
+    from trustbatch.evaluation.comparison import compare
+    from trustbatch.evaluation.request import requested_evaluation
+    from trustbatch.evaluation.run import evaluate_models
+    from trustbatch.evaluation.table import comparison_table, results_table
 
-    policy = Policy.load(options.model).freeze()
-    max_tokens = options.max_tokens or min(256, policy.context_length // 2)
-    num_prompts = options.prompts
-    is_file = options.task.endswith((".jsonl", ".jsonl.gz", ".parquet"))
-    if options.template != "{problem}" and not is_file:
-        raise ConfigError("--template is for files with problems: remove it, or name a file.")
-    try:
-        task = (
-            build_task(
-                "file",
-                seed=options.seed,
-                path=options.task,
-                template=options.template,
-                shuffle=False,
-            )
-            if is_file
-            else build_task(options.task, seed=options.seed)
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if isinstance(task, FileTask):
-        num_prompts = min(num_prompts, len(task.problems))
-    line = LiveLine()
-    line.show(f"drawing {num_prompts * options.samples} completions")
-    result = evaluate(
-        policy,
-        task,
-        num_prompts=num_prompts,
-        num_samples=options.samples,
-        max_tokens=max_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        say=line.show,
-    )
-    Console(soft_wrap=True).print(
-        f"{result.mean_reward:.4f} +- {result.standard_error:.4f} mean reward over "
-        f"{result.num_prompts} prompts x {result.num_samples} samples",
-        highlight=False,
-    )
+    baseline, *others = evaluate_models(options.models, requested_evaluation(options, overrides))
+    console = Console(soft_wrap=True)
+    for each in (baseline, *others):
+        console.print(results_table(each.results), markup=False, highlight=False)
+    for other in others:
+        table = comparison_table(compare(baseline.results, other.results))
+        console.print(table, markup=False, highlight=False)
+    for each in (baseline, *others):
+        console.print(f"Results  {each.folder}", markup=False, highlight=False)
+    return 0
+
+
+def _compare(folders: list[str], k: int, output: str | None) -> int:
+    from trustbatch.evaluation.comparison import compare
+    from trustbatch.evaluation.page import pass_at_k_page
+    from trustbatch.evaluation.results import read_results
+    from trustbatch.evaluation.table import comparison_table
+
+    first, second = (read_results(Path(folder)) for folder in folders)
+    comparison = compare(first, second, k=k)
+    table = comparison_table(comparison)
+    Console(soft_wrap=True).print(table, markup=False, highlight=False)
+    if output is not None:
+        folder = Path(output)
+        folder.mkdir(parents=True, exist_ok=True)
+        record = json.dumps(comparison.to_dict(), indent=2) + "\n"
+        (folder / "comparison.json").write_text(record, encoding="utf-8")
+        (folder / "comparison.md").write_text(table, encoding="utf-8")
+        page = pass_at_k_page([first, second])
+        (folder / "pass_at_k.html").write_text(page, encoding="utf-8")
     return 0
 
 

@@ -314,6 +314,41 @@ class TrainingConfig(_Table):
         return self
 
 
+class EvaluationConfig(_Table):
+    """[evaluation]: how the policy is evaluated while it is trained, which changes nothing."""
+
+    every: int = Field(default=0, ge=0)
+    """steps between evaluations, also before the first step and after the last; 0 is never"""
+    suite: tuple[str | NamedOptions, ...] = ()
+    """tasks by name, files, or tables such as {name = "arithmetic", level = 1}"""
+    data: str | None = None
+    """folder with NAME.jsonl.gz of each named task"""
+    limit: int | None = Field(default=None, ge=1)
+    """first problems of each task; all of them unless told"""
+    prompts: int = Field(default=256, ge=1)
+    """problems of a task without an end"""
+    samples: int = Field(default=4, ge=1)
+    """of each problem"""
+    temperature: float = Field(default=1.0, ge=0.01, le=100.0)
+    top_p: float = Field(default=0.95, gt=0.0, le=1.0)
+    max_tokens: int | None = Field(default=None, ge=1)
+    """longest completion; rollout.max_tokens unless told"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluationConfig":
+        if self.every and not self.suite:
+            raise ValueError(
+                'evaluation.suite is empty: name tasks such as ["math500"], or remove '
+                "evaluation.every"
+            )
+        if self.suite and not self.every:
+            raise ValueError(
+                "evaluation.every is not set, so evaluation.suite is never used: set it to a "
+                "number of steps"
+            )
+        return self
+
+
 class RunConfig(_Table):
     """[run]: where results go. Nothing here changes what is computed."""
 
@@ -345,6 +380,7 @@ class Config(_Table):
     advantage: AdvantageConfig = AdvantageConfig()
     objective: NamedOptions = NamedOptions(name="p3o")
     training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
 
     @model_validator(mode="before")
@@ -412,6 +448,8 @@ class Config(_Table):
         tree = self.model_dump(exclude_none=True, mode="json")
         if self.rollout.engine != "vllm":
             del tree["rollout"]["vllm"]
+        if not self.evaluation.every:
+            del tree["evaluation"]
         return tree
 
     def to_toml(self) -> str:

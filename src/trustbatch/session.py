@@ -6,6 +6,7 @@ from pathlib import Path
 from trustbatch.config import Config
 from trustbatch.engines import open_engines
 from trustbatch.errors import ConfigError
+from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_suite
 from trustbatch.gpu_memory import let_memory_be_shared
 from trustbatch.loop_state import LoopState
 from trustbatch.observe.progress import LiveLine
@@ -15,7 +16,7 @@ from trustbatch.ranks import num_ranks, rank_device, this_rank
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.canary import NUM_PROMPTS, Canary
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.tasks import LearningTask, Task, build_task, fit_task
+from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
 from trustbatch.training.checkpoint import newest_checkpoint, restore, unreadable
 from trustbatch.training.checkpointer import Checkpointer
 from trustbatch.training.sharding import shard
@@ -36,6 +37,7 @@ class Session:
     checkpointer: Checkpointer
     run: RunFolder
     scorer: Scorer
+    evaluation: InTrainingEvaluation
     loop: LoopState
 
     @property
@@ -53,6 +55,8 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         let_memory_be_shared()
     if task is None:
         task = configured_task(config)
+    suite = configured_suite(config.evaluation)
+    task = without_overlap(task, [each.task for each in suite])
     scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
     run = RunFolder(config) if this_rank() == 0 else ReadOnlyRunFolder(config)
     checkpoint = newest_checkpoint(run.checkpoints)
@@ -89,6 +93,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         # after the canary, whose prompts are the same whenever the run was started
         if isinstance(task, LearningTask) and loop.task:
             task.load_state(loop.task)
+        evaluation = InTrainingEvaluation(config, suite, policy, engines.trained, run)
         run.start(loop.step)
         # only now: whoever holds the folder's lock may clean it
         checkpointer = Checkpointer(run.checkpoints, trainer, keep=config.run.keep_checkpoints)
@@ -105,6 +110,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         checkpointer=checkpointer,
         run=run,
         scorer=scorer,
+        evaluation=evaluation,
         loop=loop,
     )
 

@@ -21,6 +21,7 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     """
     config, run, loop, metrics = session.config, session.run, session.loop, {}
     session.canary.at_start(version=loop.step)
+    session.evaluation.before_first_step(loop.step)
     for step in range(loop.step + 1, config.training.steps + 1):
         start = time.perf_counter()
         num_ahead = min(config.rollout.lag, config.training.steps - step)
@@ -46,6 +47,7 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         metrics["time/step_seconds"] = end - start
         num_tokens = sum(c.num_drawn for group in groups for c in group.completions)
         metrics["time/tokens_per_second"] = num_tokens / (end - start)
+        metrics |= session.evaluation.after_step(step)
         run.write_metrics(step, metrics)
         if step % config.run.rollouts_every == 0 or step in (1, config.training.steps):
             run.write_rollouts(step, groups, advantages)

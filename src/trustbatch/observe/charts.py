@@ -39,6 +39,8 @@ class Axis:
     ticks: tuple[Tick, ...]
     log: bool = False
     clamped: bool = False
+    title: str = "step"
+    """written below a horizontal axis"""
 
     def fraction(self, value: float) -> float:
         """Return where `value` lies between low (0) and high (1), held inside the axis."""
@@ -50,7 +52,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Curve:
-    """One run's line; NaN leaves a gap, and `ghost` is drawn faintly behind it."""
+    """One run's line; NaN leaves a gap, and `ghost` is drawn faintly behind it.
+
+    `low` and `high`, each as long as `steps`, are the ends of an interval around it.
+    """
 
     run: int
     label: str
@@ -58,6 +63,8 @@ class Curve:
     values: Sequence[float]
     ghost_steps: Sequence[float] = ()
     ghost: Sequence[float] = ()
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -233,6 +240,9 @@ def line_chart(curves: Sequence[Curve], x: Axis, y: Axis, frame: Frame, label: s
         if curve.ghost:
             points = thin(curve.ghost_steps, curve.ghost, MAX_GHOST_POINTS)
             ghosts += _series(curve.run, curve.label, _path("ghost", *points, x, y, frame))
+        if curve.low:
+            area = _area("outer", curve.steps, curve.low, curve.high, x, y, frame)
+            ghosts += _series(curve.run, curve.label, area)
         limit = MAX_SMOOTH_POINTS if curve.ghost else MAX_POINTS
         points = thin(curve.steps, curve.values, limit)
         lines += _series(curve.run, curve.label, _path("line", *points, x, y, frame))
@@ -391,5 +401,5 @@ def _svg(frame: Frame, x: Axis, y: Axis, label: str, body: str) -> str:
         f'<svg class="chart" viewBox="0 0 {frame.width} {frame.height}" role="img" '
         f'aria-label="{escape(label)}" data-x="{_px(frame.left)} {_px(right)} {x.low!r} {x.high!r}"'
         f' data-y="{_px(bottom)} {_px(frame.top)} {y.low!r} {y.high!r}"{scale}>'
-        f"{grid}step</text>{body}</svg>"
+        f"{grid}{escape(x.title)}</text>{body}</svg>"
     )

@@ -1,6 +1,7 @@
 """Which metrics the report draws, how, and the sentence that says how to read each chart."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -50,6 +51,8 @@ class ChartSpec:
     smoothed: bool = True
     expected: bool = True
     """whether the report says so where no run has it"""
+    interval: tuple[str, str] | None = None
+    """metrics with the ends of an interval around the line"""
 
 
 LEADING = (
@@ -143,6 +146,8 @@ OTHERS = (
     ),
 )
 
+EVALUATION = re.compile(r"eval/(.+)/pass@1")
+
 RATIO_TITLE = "Ratio quantiles"
 RATIO_READING = (
     "Ratio of trained to behaviour probability per token, log axis shared by all runs: line = "
@@ -166,6 +171,8 @@ def charts_section(runs: Sequence[Run]) -> str:
                 absent.append(spec.title)
         return "\n".join(figures)
 
+    evaluations = drawn(evaluation_specs(runs), SMALL)
+    evaluated = f'<div class="charts panels">{evaluations}</div>\n' if evaluations else ""
     lead, panels = drawn(LEADING, LEAD), _ratio_figure(runs, step_axis(x_steps, parts=4), absent)
     others = drawn(OTHERS, SMALL)
     missing = (
@@ -175,9 +182,26 @@ def charts_section(runs: Sequence[Run]) -> str:
     )
     return (
         f'<section id="charts"><h2>Charts</h2>\n<p class="hint">{HINT}</p>'
-        f'<div class="charts lead">{lead}</div>\n{panels}\n'
+        f'<div class="charts lead">{lead}</div>\n{evaluated}{panels}\n'
         f'<div class="charts">{others}</div>{missing}</section>'
     )
+
+
+def evaluation_specs(runs: Sequence[Run]) -> list[ChartSpec]:
+    """Return a chart for every task that any of the runs was evaluated on."""
+    keys = dict.fromkeys(key for run in runs for row in run.rows for key in row)
+    return [
+        ChartSpec(
+            key,
+            f"{found[1]}: pass@1",
+            "Share of right samples in an evaluation during the run, not smoothed; the band is the "
+            "95% interval over its problems.",
+            smoothed=False,
+            interval=(f"{key}_low", f"{key}_high"),
+        )
+        for key in keys
+        if (found := EVALUATION.fullmatch(key))
+    ]
 
 
 def curves_of(spec: ChartSpec, runs: Sequence[Run]) -> list[Curve]:
@@ -189,13 +213,20 @@ def curves_of(spec: ChartSpec, runs: Sequence[Run]) -> list[Curve]:
             continue
         ghost = run.series(spec.ghost or spec.key) if spec.smoothed else ([], [])
         line = smooth(values) if spec.smoothed else values
-        curves.append(Curve(index, run.name, steps, line, *ghost))
+        low, high = (run.series(key)[1] for key in spec.interval or ("", ""))
+        if len(low) != len(steps) or len(high) != len(steps):
+            low, high = [], []
+        curves.append(Curve(index, run.name, steps, line, *ghost, low, high))
     return curves
 
 
 def value_axis(spec: ChartSpec, curves: Sequence[Curve]) -> Axis:
     """Return the vertical axis that holds every line of a chart."""
-    values = [value for curve in curves for value in (*curve.values, *curve.ghost)]
+    values = [
+        value
+        for curve in curves
+        for value in (*curve.values, *curve.ghost, *curve.low, *curve.high)
+    ]
     finite = [value for value in values if math.isfinite(value)]
     wide = bool(finite) and min(finite) > 0 and max(finite) / min(finite) > _AUTO_LOG
     if spec.scale == "log" or (spec.scale == "auto" and wide):
@@ -223,8 +254,8 @@ def _figure(spec: ChartSpec, curves: Sequence[Curve], x: Axis, frame: Frame) -> 
     crowd = " crowd" if len(curves) > COLOURS else ""
     hover = ' data-hover="moving average"' if spec.smoothed else ""
     return (
-        f'<figure class="card{crowd}" data-metric="{spec.key}"{hover}><figcaption>'
-        f"<h3>{spec.title}{scale}</h3>"
+        f'<figure class="card{crowd}" data-metric="{escape(spec.key)}"{hover}>'
+        f"<figcaption><h3>{escape(spec.title)}{scale}</h3>"
         f"<p>{escape(spec.reading)}</p></figcaption>"
         f"{line_chart(curves, x, y, frame, spec.title)}{names}</figure>"
     )

@@ -38,9 +38,11 @@ class Run:
     @property
     def steps_done(self) -> int:
         """Number of steps taken, also where a damaged line lost one of them."""
-        if not self.rows:
+        # an evaluation before the first step has a row of its own
+        rows = [row for row in self.rows if not _is_evaluation(row)]
+        if not rows:
             return 0
-        first, last = int(self.rows[0]["step"]), int(self.rows[-1]["step"])
+        first, last = int(rows[0]["step"]), int(rows[-1]["step"])
         return last + 1 if first == 0 else last
 
     @property
@@ -134,6 +136,10 @@ def read_run(folder: Path, name: str) -> Run:
         samples=_read_samples(folder / "rollouts"),
         problems=problems,
     )
+
+
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    return row["step"] == 0 and all(key == "step" or key.startswith("eval/") for key in row)
 
 
 def _metric(row: Mapping[str, Any], key: str) -> Any:

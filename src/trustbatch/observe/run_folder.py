@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trustbatch.config import Config, load_config
 from trustbatch.errors import CheckpointError, ConfigError
+from trustbatch.observe.folder_files import lock_folder, write_whole
 from trustbatch.rollout.records import readable_record
 from trustbatch.types import RolloutGroup
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: nothing guards the folder there
-    fcntl = None
 
 MAY_CHANGE = (
     "run.",
@@ -39,6 +35,7 @@ MAY_CHANGE = (
     "training.gradient_checkpointing",
     "training.compile",
     "training.cpu_offload",
+    "evaluation.",
 )
 """keys that a continued run may change: they decide where and how fast, not what is computed"""
 DIVISION_OF_WORK = ("training.micro_batch_tokens", "training.share_prompts")
@@ -57,18 +54,25 @@ class RunFolder:
     def start(self, step: int) -> None:
         """Begin or continue after `step`: forget what a killed run wrote beyond it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.path)
-        _write_whole(self.path / "config.toml", self.config.to_toml())
+        self._lock = lock_folder(
+            self.path,
+            in_use=f"Another process is training in {self.path}: wait for it, or choose another "
+            "run.name.",
+        )
+        write_whole(self.path / "config.toml", self.config.to_toml())
         environment = json.dumps(describe_environment(), indent=2)
-        _write_whole(self.path / "environment.json", environment + "\n")
+        write_whole(self.path / "environment.json", environment + "\n")
         (self.path / "rollouts").mkdir(exist_ok=True)
         for path in (self.path / "rollouts").glob("step-[0-9]*.jsonl"):
             if path.stem > f"step-{step:06d}":
                 path.unlink()
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
-        _write_whole(self._metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+        # a run that starts again from nothing also evaluates again before its first step
+        kept = [line for line in read_metrics(self.path) if step and line["step"] <= step]
+        write_whole(self._metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         self._metrics = self._metrics_file.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(self.path / "tensorboard", purge_step=step + 1)
+        self._tensorboard = SummaryWriter(
+            self.path / "tensorboard", purge_step=step + 1 if step else 0
+        )
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl and the same numbers to TensorBoard."""
@@ -107,7 +111,8 @@ class RunFolder:
     def _refuse_other_config(self) -> None:
         file = self.path / "config.toml"
         # what a failed start left behind binds nobody
-        has_results = bool(read_metrics(self.path)) or any(self.checkpoints.glob("step-*"))
+        has_steps = any(line["step"] > 0 for line in read_metrics(self.path))
+        has_results = has_steps or any(self.checkpoints.glob("step-*"))
         if not file.is_file() or not has_results:
             return
         # parsed, so that a key this version has added counts as its default
@@ -132,26 +137,6 @@ class RunFolder:
                 f"{before.get(key, 'not set')}, now {now.get(key, 'not set')}{more}): choose "
                 "another name or folder for this run, or delete that one."
             )
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """Replace a file in one go: a kill leaves the old content or the new, never a part."""
-    partial = file.with_name(f".{file.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
-
-
-def _lock(folder: Path) -> TextIO:
-    """Keep other processes out of a run folder until the file is closed or the process ends."""
-    file = (folder / ".lock").open("w")
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"Another process is training in {folder}: wait for it, or choose another run.name."
-            ) from None
-    return file
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Mean reward of a model on a fixed set of prompts, with its standard error."""
+"""The mean reward of a model on the first prompts of a task, without any file."""
 
 import contextlib
 import math

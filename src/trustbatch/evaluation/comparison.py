@@ -1,0 +1,157 @@
+"""Two models on the same problems: who is better, by how much, and could it be chance?
+
+A problem that is hard for one model is hard for the other, so the differences of each problem vary
+less than the scores: a paired comparison sees what two separate intervals hide.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from trustbatch.errors import ConfigError
+from trustbatch.evaluation.intervals import LEVEL, Floats
+from trustbatch.evaluation.outcomes import ProblemOutcome
+from trustbatch.evaluation.pass_at_k import pass_at_k
+from trustbatch.evaluation.results import EvaluationResults
+from trustbatch.evaluation.scores import AVERAGE
+from trustbatch.evaluation.sign_flips import flip_interval, flip_p_value
+
+MUST_AGREE = ("samples", "temperature", "top_p", "max_tokens")
+"""settings without which two scores do not measure the same"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How much better the second model is on one task, or on average."""
+
+    task: str
+    num_problems: int
+    """those with enough graded samples of both models"""
+    first: float
+    second: float
+    value: float
+    low: float
+    high: float
+    p_value: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether chance alone would seldom give such a difference."""
+        return self.p_value < 1.0 - LEVEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All differences between two models; the last one is that on average, if there are several."""
+
+    first: str
+    second: str
+    k: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def verdict(self) -> str:
+        """The last difference as a sentence."""
+        last = self.differences[-1]
+        where = "on average" if last.task == AVERAGE else f"on {last.task}"
+        interval = f"({last.low:.3f} to {last.high:.3f}), p = {_written(last.p_value)}"
+        if not last.is_clear:
+            return (
+                f"{self.first} and {self.second} can't be told apart {where}: pass@{self.k} "
+                f"differs by {last.value:+.3f} {interval}."
+            )
+        better, worse, sign = self.second, self.first, 1
+        if last.value < 0:
+            better, worse, sign = worse, better, -1
+            interval = f"({-last.high:.3f} to {-last.low:.3f}), p = {_written(last.p_value)}"
+        return (
+            f"{better} is better than {worse} {where}: by {sign * last.value:.3f} in "
+            f"pass@{self.k} {interval}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as in JSON."""
+        return asdict(self) | {"verdict": self.verdict}
+
+
+def compare(first: EvaluationResults, second: EvaluationResults, *, k: int = 1) -> Comparison:
+    """Compare two models' pass@k, or refuse to compare what was not measured alike."""
+    _refuse_unlike(first, second)
+    if not 1 <= k <= first.settings["samples"]:
+        raise ConfigError(
+            f"pass@{k} can't be compared with {first.settings['samples']} samples of each problem: "
+            "choose a smaller k."
+        )
+    pairs = {
+        task: _paired(first.outcomes[task], second.outcomes[task], k) for task in first.outcomes
+    }
+    for task, scores in pairs.items():
+        if not len(scores):
+            raise ConfigError(
+                f"No problem of {task} has {k} graded samples of both {first.model} and "
+                f"{second.model}: see in samples.jsonl why the grader failed."
+            )
+    differences = [_difference(task, [scores]) for task, scores in pairs.items()]
+    if len(pairs) > 1:
+        differences.append(_difference(AVERAGE, list(pairs.values())))
+    names = (first.model, second.model)
+    if names[0] == names[1]:
+        names = (f"{names[0]} (first)", f"{names[1]} (second)")
+    return Comparison(first=names[0], second=names[1], k=k, differences=tuple(differences))
+
+
+def _paired(first: Sequence[ProblemOutcome], second: Sequence[ProblemOutcome], k: int) -> Floats:
+    """Return pass@k [problems, 2] of the problems for which both models have one."""
+    rows = [
+        [pass_at_k(one.graded, one.correct, k), pass_at_k(two.graded, two.correct, k)]
+        for one, two in zip(first, second, strict=True)
+        if min(one.graded, two.graded) >= k
+    ]
+    return np.array(rows, dtype=np.float64).reshape(-1, 2)
+
+
+def _difference(task: str, parts: Sequence[Floats]) -> Difference:
+    """Weigh the problems so that every task counts the same, however many problems it has."""
+    scores = np.concatenate(parts)
+    weights = np.concatenate([np.full(len(part), 1.0 / len(part) / len(parts)) for part in parts])
+    differences = scores[:, 1] - scores[:, 0]
+    low, high = flip_interval(differences, weights)
+    first, second = weights @ scores
+    return Difference(
+        task=task,
+        num_problems=len(scores),
+        first=float(first),
+        second=float(second),
+        value=float(second - first),
+        low=low,
+        high=high,
+        p_value=flip_p_value(differences, weights),
+    )
+
+
+def _refuse_unlike(first: EvaluationResults, second: EvaluationResults) -> None:
+    for key in MUST_AGREE:
+        ours, theirs = first.settings.get(key), second.settings.get(key)
+        if ours != theirs:
+            raise ConfigError(
+                f"{first.model} was evaluated with {key} = {ours} and {second.model} with "
+                f"{theirs}: evaluate both alike, or their scores measure different things."
+            )
+    ours, theirs = first.settings["tasks"], second.settings["tasks"]
+    if list(ours) != list(theirs):
+        raise ConfigError(
+            f"{first.model} was evaluated on {', '.join(ours)} and {second.model} on "
+            f"{', '.join(theirs)}: evaluate both on the same tasks."
+        )
+    for task in ours:
+        if ours[task] != theirs[task]:
+            raise ConfigError(
+                f"{first.model} and {second.model} were given different problems of {task}: "
+                "evaluate both with the same data, template and limit."
+            )
+
+
+def _written(p_value: float) -> str:
+    return "0.0001 or less" if p_value <= 1e-4 else f"{p_value:.2g}"
