@@ -127,7 +127,14 @@ def test_what_is_done_does_not_change_which_problems_are_drawn_together(policy: 
         engine = NotingEngine(policy, seed=0)
         engine.asked.clear()
         records = draw_records(
-            engine, policy, Scorer(task.task), task, settings, max_sequences=4, done=ids[:num_done]
+            engine,
+            policy,
+            Scorer(task.task),
+            task,
+            settings,
+            max_sequences=4,
+            max_turns=1,
+            done=ids[:num_done],
         )
         drawn[num_done] = [record for part in records for record in part]
         asked[num_done] = list(engine.asked)
