@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.episode_cases import Chatter, episodes, sampling_of
+from tests.training_cases import policy_logp
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trustbatch
@@ -34,7 +35,6 @@ from trustbatch.types import (
     RolloutGroup,
     Turn,
 )
-from training_cases import policy_logp
 
 
 def completions_of(groups: Sequence[RolloutGroup]) -> list[Completion]:
@@ -79,9 +79,7 @@ def test_every_turn_was_drawn_after_the_whole_conversation(policy: Policy) -> No
     """The trainer sees the tokens in one pass, and finds the log-probs that the engine recorded."""
     groups = episodes(policy, temperature=1.0)
     sequences = to_sequences(groups, torch.zeros(6, 4))
-    recorded = torch.cat(
-        [s.completion.of_policy(s.completion.behaviour_logp) for s in sequences]
-    )
+    recorded = torch.cat([s.completion.of_policy(s.completion.behaviour_logp) for s in sequences])
     torch.testing.assert_close(policy_logp(policy, sequences), recorded, rtol=0, atol=2e-5)
 
 
@@ -183,9 +181,7 @@ def test_without_an_answer_nothing_changes(policy: Policy) -> None:
     silent = episodes(policy, environment=Chatter(most_replies=0))
     prompts = [group.prompt for group in silent]
     engine = NativeEngine(policy, seed=0)
-    plain = collect(
-        engine, policy, prompts, task=None, num_samples=4, sampling=sampling_of(policy)
-    )
+    plain = collect(engine, policy, prompts, task=None, num_samples=4, sampling=sampling_of(policy))
     for one, other in zip(completions_of(silent), completions_of(plain), strict=True):
         assert one.turns == (Turn(role=Role.POLICY, text=other.text),)
         assert other.turns == ()

@@ -136,7 +136,9 @@ def test_text_of_a_run_never_becomes_markup(tmp_path: Path) -> None:
     sample = {"step": 1, "prompt_id": evil, "prompt": evil, "completion": evil, "answer": evil}
     sample |= {"finish_reason": evil, "policy": evil, "engine": evil, "reward": evil}
     episode = sample | {"turns": [{"role": evil, "text": evil}, {"role": "environment"}]}
-    run = make_run(tmp_path / name, rows(**QUANTILES, **{evil: 1.0}), samples={1: [sample, episode]})
+    run = make_run(
+        tmp_path / name, rows(**QUANTILES, **{evil: 1.0}), samples={1: [sample, episode]}
+    )
     with (run / "config.toml").open("a") as config:
         config.write(
             f"[extra]\nevil = '''{evil}'''\n[objective.more]\n'<script>' = '{evil[:25]}'\n"

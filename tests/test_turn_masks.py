@@ -170,9 +170,7 @@ def test_a_conversation_that_ends_with_the_environment_is_context_to_its_end(
             "drawn",
         )
     }
-    ended = dataclasses.replace(
-        longest, completion=dataclasses.replace(longest.completion, **cut)
-    )
+    ended = dataclasses.replace(longest, completion=dataclasses.replace(longest.completion, **cut))
     num_before = int((longest.completion.drawn[:last_reply]).nonzero()[-1]) + 1
     shorter = {name: value[:num_before] for name, value in cut.items()}
     stopped = dataclasses.replace(
