@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.episode_cases import Chatter, episodes, sampling_of
+from tests.training_cases import policy_logp
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trustbatch

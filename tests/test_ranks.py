@@ -73,7 +73,7 @@ CONFIG = """
 name = {model!r}
 device = "cpu"
 [task]
-name = "arithmetic"
+{task}
 [rollout]
 prompts_per_step = 5
 samples_per_prompt = 4
@@ -92,14 +92,21 @@ checkpoint_every = 2
 """
 
 
+GUESSES = """name = "guess_number"
+higher = "+"
+lower = "-"
+invitation = "{highest}=\""""
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("task", ['name = "arithmetic"', GUESSES], ids=["one turn", "episodes"])
 def test_a_run_on_two_ranks_is_the_run_on_one_and_goes_on_alone(
-    tiny_folder: Path, tmp_path: Path
+    task: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """The whole loop: engines that share the work, the canary, checkpoints, one who writes."""
     configs = {name: tmp_path / f"{name}.toml" for name in ("one", "two")}
     for name, file in configs.items():
-        text = CONFIG.format(model=str(tiny_folder), folder=str(tmp_path / name))
+        text = CONFIG.format(model=str(tiny_folder), folder=str(tmp_path / name), task=task)
         file.write_text(text.replace("'", '"'), encoding="utf-8")
     assert main(["train", str(configs["one"])]) == 0
     output = torchrun("train", 2, str(configs["two"]))

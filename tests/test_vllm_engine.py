@@ -18,8 +18,11 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
+from tests.episode_cases import episodes
+from tests.training_cases import policy_logp
 
 from trustbatch.api import train_config
+from trustbatch.batching.samples import to_sequences
 from trustbatch.config import VllmConfig, parse_config
 from trustbatch.errors import EngineError
 from trustbatch.policy import Policy
@@ -101,6 +104,18 @@ def ask(policy: Policy, prompt: str, num_samples: int = 4, **options: Any) -> Ge
         num_samples=num_samples,
         sampling=SamplingParams(**settings),
     )
+
+
+def test_episodes_are_drawn_turn_by_turn(engine: VllmEngine) -> None:
+    """Each turn follows the whole conversation, and has random numbers of its own."""
+    policy = engine.policy
+    groups = episodes(policy, engine=engine, temperature=1.0)
+    again = episodes(policy, engine=engine, temperature=1.0, indices=[1])
+    assert [c.turns for c in again[0].completions] == [c.turns for c in groups[1].completions]
+    sequences = to_sequences(groups, torch.zeros(6, 4))
+    assert max(len(sequence.completion.turns) for sequence in sequences) > 4
+    recorded = torch.cat([s.completion.of_policy(s.completion.behaviour_logp) for s in sequences])
+    torch.testing.assert_close(policy_logp(policy, sequences), recorded, rtol=0, atol=1e-3)
 
 
 @torch.no_grad()
