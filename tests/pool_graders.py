@@ -21,7 +21,7 @@ def grade(what: str) -> float:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "memory":
-            return float(len(bytearray(64 * 2**30)))
+            return float(len(bytearray(2**30)))  # twice what the tests allow
         case "sleep":
             time.sleep(1e6)
         case "spin":  # in C, where no signal handler of Python runs and no thread gets its turn
