@@ -12,7 +12,6 @@ from tests.training_cases import policy_logp
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trustbatch
-from training_cases import policy_logp
 from trustbatch.batching.samples import to_sequences
 from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError, ReplyError
