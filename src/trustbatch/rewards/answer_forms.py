@@ -178,12 +178,13 @@ def _is_name(text: str) -> bool:
     return re.fullmatch(rf"\s*{name}(?:\({name}\))?\s*", text) is not None
 
 
-def is_assignment(form: Form) -> bool:
-    """Whether a relation names a value, as x = 5 does."""
-    if not form.kind or set(form.kind.split(",")) != {"="}:
+def names_value(form: Form) -> bool:
+    """Whether the left side of an equation is a name, such as x, f(2), AB, an area, or (x, y)."""
+    if form.items:
+        return form.kind != "list" and all(map(names_value, form.items))
+    if form.kind != "scalar" or not any(character.isalpha() for character in form.text):
         return False
-    first = form.items[0]
-    return first.kind == "scalar" and _is_name(first.text)
+    return re.search(r"^\d|[-+*/^!]|\\(?:frac|sqrt|cdot|times|binom)", form.text) is None
 
 
 def _bracketed(text: str) -> Form | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from trustbatch.errors import RewardError
-from trustbatch.rewards.answer_forms import Form, is_assignment, read_form, words_of
+from trustbatch.rewards.answer_forms import Form, names_value, read_form, words_of
 from trustbatch.rewards.final_answers import final_answer, last_box
 from trustbatch.rewards.math_expression import Node, NotReadable, read
 from trustbatch.rewards.math_text import clean
@@ -109,8 +109,6 @@ def _forms_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
     given, wanted = _without_name(given, wanted), _without_name(wanted, given)
     given, wanted = _alone(given), _alone(wanted)
     if given.kind != wanted.kind:
-        if given.kind in ("=", "<", ">", r"\le", r"\ge") and wanted.kind in (given.kind, "scalar"):
-            return False
         return _flipped_equal(given, wanted, rules)
     if given.kind == "scalar":
         return _scalars_equal(given, wanted, rules)
@@ -136,11 +134,11 @@ def _without_name(form: Form, other: Form) -> Form:
     if signs != {"="} or "=" in other.kind:
         return form
     value, first = form.items[-1], form.items[0]
-    if is_assignment(form) or not first.text or any(c.isalpha() for c in first.text):
-        return value
-    # a false equation such as 1 + 1 = 3 names no value
     before, after = _node(first.text), _node(value.text)
-    return value if before and after and equal(before, after) else form
+    if before and not before.symbols() and first.text not in ("e", "i"):
+        # a false equation such as 1 + 1 = 3 names no value
+        return value if after and equal(before, after) else form
+    return value if names_value(first) else form
 
 
 def _flipped_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
