@@ -51,7 +51,9 @@ def same(one: Completion, other: Completion) -> bool:
 
 
 def test_an_episode_holds_what_was_said_in_order(policy: Policy) -> None:
-    found = completions_of(episodes(policy))
+    groups = episodes(policy)
+    assert all([c.sample for c in group.completions] == [0, 1, 2, 3] for group in groups)
+    found = completions_of(groups)
     assert {len(completion.turns) for completion in found} >= {1, 3, 5, 7}
     for completion in found:
         if len(completion.turns) == 1:
@@ -108,6 +110,32 @@ def test_turns_have_random_numbers_of_their_own(policy: Policy) -> None:
     assert all(
         a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(first, second, strict=True)
     )
+
+
+class Listening(NativeEngine):
+    """Keeps what it was asked."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        self.__dict__.setdefault("asked", []).append(list(requests))
+        return super().generate(requests)
+
+
+def test_every_turn_is_asked_for_once_by_its_number_and_all_of_them_together(
+    policy: Policy,
+) -> None:
+    engine = Listening(policy, seed=0)
+    found = completions_of(episodes(policy, engine=engine))
+    calls: list[list[GenerationRequest]] = engine.__dict__["asked"]
+    num_turns = [(len(completion.turns) + 1) // 2 for completion in found]
+    assert len(calls) == max(num_turns)
+    for turn, requests in enumerate(calls):
+        assert {request.turn for request in requests} == {turn}
+        assert sum(request.num_samples for request in requests) == sum(
+            number > turn for number in num_turns
+        )
+        assert all(request.policy == (policy.name if turn else None) for request in requests)
+        for request in requests:
+            assert len(request.token_ids) + request.sampling.max_tokens <= 60 + 6
 
 
 def test_requests_of_unequal_room_are_drawn_together_as_they_are_apart(policy: Policy) -> None:

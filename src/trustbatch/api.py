@@ -43,7 +43,7 @@ def train(
         model: local folder, GGUF file, "smollm2" or hub name, or a table such as
             {"name": ..., "device": "cpu"}.
         task: a name, a table such as {"name": "file", "path": "train.jsonl"}, or your own object
-            with `name`, `prompt` and `grade`.
+            with `name`, `prompt` and `grade`, and `reply` where it is an environment.
         objective: a name, or a table such as {"name": "grpo", "clip_high": 0.28}.
         **tables: any other key of the configuration, such as seed=1 or rollout={"max_tokens": 64}.
 
