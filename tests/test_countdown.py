@@ -15,6 +15,7 @@ NUMBERS, TARGET = [18, 45, 29], 34  # 45 - 29 + 18
     [
         "45 - 29 + 18",
         "45-29+18 = 34",
+        "34 = 45-29+18",
         r"\boxed{45 - 29 + 18}",
         r"\boxed{45 - 29 + 18 = 34}",
         "I try.\n<answer>(45 - 29) + 18</answer>",
@@ -27,6 +28,11 @@ NUMBERS, TARGET = [18, 45, 29], 34  # 45 - 29 + 18
 )
 def test_right_ways_to_write_it(completion: str) -> None:
     assert grade_countdown(completion, NUMBERS, TARGET) == 1.0
+
+
+def test_thinking_that_the_prompt_has_opened_must_end() -> None:
+    assert grade_countdown(r"\boxed{45 - 29 + 18}", NUMBERS, TARGET, thinking=True) == 0.0
+    assert grade_countdown("hm</think>45 - 29 + 18", NUMBERS, TARGET, thinking=True) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,7 @@ def test_exact_fractions(completion: str, numbers: list[int], target: int) -> No
         "45 - 29 + 1 8",
         "4 5 - 29 + 18",
         "45 - 29 + 18 = 34 = 0",
-        "34 = 45 - 29 + 18",
+        "35 = 45 - 29 + 18",
         "45 - 29 + 18.0",
         "45 - 29 + 18e0",
         "45 - 29 + (18",

@@ -129,6 +129,14 @@ def test_options_say_what_else_counts() -> None:
     assert grade_math(boxed(r"5\text{ cm}"), r"5\text{ cm}", require_unit=True) == 1.0
 
 
+def test_thinking_that_the_prompt_has_opened_must_end() -> None:
+    unfinished = rf"I think maybe {boxed('5')}? Let me check agai"
+    assert grade_math(unfinished, "5", thinking=True) == 0.0
+    assert grade_math(f"{boxed('4')}</think>{boxed('5')}", "5", thinking=True) == 1.0
+    assert grade_math(f"{boxed('5')}</think>", "5", thinking=True) == 0.0
+    assert grade_math(unfinished, "5") == 1.0
+
+
 def test_a_reference_that_is_empty_is_a_fault_of_the_data() -> None:
     with pytest.raises(RewardError, match="reference answer is empty"):
         grade_math(boxed("5"), " ")

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from trustbatch.rewards.term import Sample
+from trustbatch.rewards.terms import MathTerm
 from trustbatch.tasks import build_task
 from trustbatch.tasks.arithmetic import LEVELS, Arithmetic
 from trustbatch.tasks.file import FileTask
@@ -85,7 +87,8 @@ def test_files_are_read_and_every_epoch_is_a_new_order(tmp_path: Path, name: str
         (r"\boxed{12,345}", "12345", 1.0),
         (r"\boxed{\dfrac{1}{2}}", "0.5", 1.0),
         (r"\boxed{.5}", "1/2", 1.0),
-        ("10-7", "7", 1.0),
+        ("10-7", "7", 0.0),
+        ("10-7", "3", 1.0),
         ("9" * 5000, "9" * 5000, 1.0),
         ("9" * 5000, "9" * 4999, 0.0),
     ],
@@ -94,6 +97,25 @@ def test_final_answers(completion: str, answer: str, reward: float, tmp_path: Pa
     path = write_rows(tmp_path / "a.jsonl", [{"problem": "p", "answer": answer}])
     task = FileTask(path=str(path))
     assert task.grade(task.prompt(0), completion) == reward
+
+
+def test_a_template_that_asks_for_a_box_is_taken_at_its_word(tmp_path: Path) -> None:
+    path = str(write_rows(tmp_path / "a.jsonl", [{"problem": "p", "answer": "5"}]))
+    for template, reward in (("plain", 1.0), ("boxed", 0.0), (r"{problem} \boxed{}", 0.0)):
+        task = FileTask(path=path, template=template)
+        assert task.grade(task.prompt(0), "it is 5") == reward
+        assert task.grade(task.prompt(0), r"it is \boxed{5}") == 1.0
+
+
+def test_thinking_that_the_prompt_opens_must_end(tmp_path: Path) -> None:
+    path = str(write_rows(tmp_path / "a.jsonl", [{"problem": "p", "answer": "5"}]))
+    for thinking, reward in ((True, 0.0), (False, 1.0), (None, 1.0)):
+        task = FileTask(path=path, thinking=thinking)
+        prompt = task.prompt(0)
+        assert task.grade(prompt, r"maybe \boxed{5}? Let me") == reward
+        assert task.grade(prompt, r"maybe</think>\boxed{5}") == 1.0
+        sample = Sample(prompt=prompt, completion=r"maybe \boxed{5}? Let me", num_tokens=1)
+        assert MathTerm().grade(sample) == reward
 
 
 def test_rows_without_an_id_of_their_own_are_told_apart(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ _PLAIN_UNIT = re.compile(
     r"units?|degrees?|radians?|seconds?|minutes?|hours?|days?|weeks?|months?|years?|dollars?|"
     r"cents?|euros?|pounds?|grams?|kilograms?|lit(?:er|re)s?))(?:\^\{?(?P<power>[23])\}?)?$"
 )
+_NUMBER_IN_TEXT = re.compile(r"^\\text\{ ?(-?\d+(?:\.\d+)?)( [^{}\d]*)\}$")
+_MIXED = re.compile(r"^(-?\d+) (\d+)/(\d+)$")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 NOT_UNITS = frozenset(
     [
@@ -36,10 +38,19 @@ NOT_UNITS = frozenset(
         "fifths", "tenth", "tenths", "percent", "percentage", "times", "squared", "cubed",
         "factorial", "mod", "modulo", "base", "plus", "minus", "over", "divided", "of", "or",
         "and", "to", "not", "no", "more", "less", "than", "least", "most", "is", "equals",
-        "wrong", "false", "incorrect", "pair", "pairs", "score", "gross"
+        "wrong", "false", "incorrect", "pair", "pairs", "score", "gross", "thirteen", "fourteen",
+        "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty", "thirty", "forty",
+        "fifty", "sixty", "seventy", "eighty", "ninety", "lakh", "lakhs", "crore", "crores", "bn",
+        "mn", "never", "neither", "nor", "non", "excluded", "excluding", "exclusive", "except",
+        "without", "unless", "if", "when", "where", "for", "negative", "inverse", "inverted",
+        "opposite", "reciprocal", "negated", "root", "repeating", "recurring", "above", "below",
+        "under", "fewer", "greater", "smaller", "larger", "tens", "ones"
     ]
 )  # fmt: skip
 """words behind a number that change it, or may"""
+_FRACTION = re.compile(r"(?<!mon)(?<!leng)(?<!wid)(?<!dep)ths?$")
+_LETTERS = frozenset("mgshlnjwv")
+"""units of one letter; any other letter is a variable, or a thousand"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +110,7 @@ def _single(text: str) -> Form:
     bracketed = _bracketed(text)
     if bracketed is not None:
         return bracketed
-    if r"\pm" in text or r"\mp" in text:
+    if max(map(text.count, (r"\pm", r"\mp"))) == 1:  # several may or may not go together
         plus = text.replace(r"\pm", "+").replace(r"\mp", "-")
         minus = text.replace(r"\pm", "-").replace(r"\mp", "+")
         return _many("list", [plus, minus])
@@ -115,7 +126,9 @@ def _many(kind: str, texts: list[str]) -> Form:
     items: list[Form] = []
     for text in texts:
         item = read_form(text, inside=True)
-        items += item.items if kind == item.kind == "list" else (item,)
+        # 1, \pm 2 is a list of three; a set in a set is an element
+        is_flat = kind == item.kind == "list" and r"\{" not in text
+        items += item.items if is_flat else (item,)
     return Form(kind, items=tuple(items))
 
 
@@ -152,18 +165,18 @@ def _solved(parts: list[str], signs: list[str], items: tuple[Form, ...]) -> Form
     r"""Turn x > 3, 1 < x \le 2 and x \in S, with a lone variable, into the set that they mean."""
     flip = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
     infinity = Form("scalar", r"\infty"), Form("scalar", r"-\infty")
-    if signs == [r"\in"] and _is_name(parts[0]):
+    if signs == [r"\in"] and is_name(parts[0]):
         return replace(items[1], text=parts[0].strip()) if items[1].items else items[1]
     if len(signs) == 1 and signs[0] in flip:
-        if _is_name(parts[1]) and not _is_name(parts[0]):
+        if is_name(parts[1]) and not is_name(parts[0]):
             signs, items = [flip[signs[0]]], (items[1], items[0])
-        elif not _is_name(parts[0]):
+        elif not is_name(parts[0]):
             return None
         name, edge = items[0].text, items[1]
         if signs[0] in (">", r"\ge"):
             return Form("()" if signs[0] == ">" else "[)", name, (edge, infinity[0]))
         return Form("()" if signs[0] == "<" else "(]", name, (infinity[1], edge))
-    if len(signs) == 2 and _is_name(parts[1]):
+    if len(signs) == 2 and is_name(parts[1]):
         if all(sign in (">", r"\ge") for sign in signs):
             signs, items = [flip[sign] for sign in reversed(signs)], tuple(reversed(items))
         if all(sign in ("<", r"\le") for sign in signs):
@@ -172,7 +185,7 @@ def _solved(parts: list[str], signs: list[str], items: tuple[Form, ...]) -> Form
     return None
 
 
-def _is_name(text: str) -> bool:
+def is_name(text: str) -> bool:
     """Whether a text is a lone variable, or a function of one such as f(x)."""
     name = r"(?:[A-Za-z]|\\[a-zA-Z]+)'*(?:_(?:\w|\{[^{}]*\}))?'*"
     return re.fullmatch(rf"\s*{name}(?:\({name}\))?\s*", text) is not None
@@ -218,6 +231,8 @@ def _is_one_bracket(text: str) -> bool:
 def _scalar(text: str) -> Form:
     unit, base, is_percent = "", "", False
     text = text.removeprefix("+")
+    text = _NUMBER_IN_TEXT.sub(r"\1\\text{\2}", text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     if text.startswith((r"\dollar", r"-\dollar")):
         text, unit = text.replace(r"\dollar", "", 1).strip(), "dollar"
     match = _UNIT.search(text) or _PLAIN_UNIT.search(text)
@@ -227,11 +242,11 @@ def _scalar(text: str) -> Form:
         if found.get("percent"):
             text, is_percent = rest, True
         elif found.get("degree"):
-            # the cosine of sixty degrees is a number, not an angle
-            if not _FUNCTION.search(rest) and r"\degree" not in rest:
+            # the cosine of sixty degrees is a number, not an angle; pi is of an angle in radians
+            if not _FUNCTION.search(rest) and r"\degree" not in rest and r"\pi" not in rest:
                 text, unit = rest, "degree"
         else:
-            named = _unit_name(found["name"], found["power"])
+            named = _unit_name(found["name"], found["power"], rest)
             if named is not None:
                 text, unit = rest, named
             elif found["name"].strip() in ("percent", "%", r"\%"):
@@ -254,10 +269,15 @@ _SAME_UNITS = {
 }  # fmt: skip
 
 
-def _unit_name(name: str, power: str | None) -> str | None:
+def _unit_name(name: str, power: str | None, rest: str) -> str | None:
     """Return one spelling of a unit, or None if the words are no unit."""
     words = re.findall(r"[a-z]+", name.lower())
     if not words or len(words) > 4 or NOT_UNITS.intersection(words) or re.search(r"\d", name):
+        return None
+    if any(map(_FRACTION.search, words)):
+        return None
+    letters = _LETTERS | set("cf") if rest.endswith(r"\degree") else _LETTERS
+    if any(len(word) == 1 and word not in letters for word in words):
         return None
     if words[0] in ("square", "sq", "cubic", "cu"):
         power = "2" if words[0].startswith("sq") else "3"

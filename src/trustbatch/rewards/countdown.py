@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
-from trustbatch.rewards.final_answers import last_box
+from trustbatch.rewards.final_answers import after_thinking, last_box
 
 MAX_LENGTH = 1000
 MAX_DEPTH = 40
@@ -30,15 +30,22 @@ _SPELLINGS = [
 ]
 
 
-def grade_countdown(completion: str, numbers: Sequence[int], target: int) -> float:
-    """1 if the completion's expression has the target's value and uses each number exactly once."""
-    text = _expression(completion)
+def grade_countdown(
+    completion: str, numbers: Sequence[int], target: int, *, thinking: bool = False
+) -> float:
+    """1 if the completion's expression has the target's value and uses each number exactly once.
+
+    `thinking` says that the prompt has opened the thinking: only what follows </think> counts.
+    """
+    text = _expression(completion, thinking=thinking)
     if text is None or len(text) > MAX_LENGTH:
         return 0.0
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     text = text.strip().rstrip(".").strip()
     sides = text.split("=")
+    if len(sides) == 2 and sides[0].strip() == str(target):
+        sides.reverse()
     try:
         values = [_Reader(side) for side in sides[1:]]
         reader = _Reader(sides[0])
@@ -50,11 +57,10 @@ def grade_countdown(completion: str, numbers: Sequence[int], target: int) -> flo
     return float(value == target and Counter(reader.numbers) == Counter(numbers))
 
 
-def _expression(completion: str) -> str | None:
+def _expression(completion: str, *, thinking: bool) -> str | None:
     """Return where the expression is said to be; what comes before </think> never counts."""
-    _, ended, after = completion.rpartition("</think>")
-    text = after if ended else completion
-    if not ended and "<think>" in text:
+    text = after_thinking(completion, thinking=thinking)
+    if text is None:
         return None
     start = text.rfind("<answer>")
     if start >= 0:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from trustbatch.errors import RewardError
-from trustbatch.rewards.answer_forms import Form, names_value, read_form, words_of
+from trustbatch.rewards.answer_forms import Form, is_name, names_value, read_form, words_of
 from trustbatch.rewards.final_answers import final_answer, last_box
 from trustbatch.rewards.math_expression import Node, NotReadable, read
 from trustbatch.rewards.math_text import clean
@@ -45,6 +45,7 @@ def grade_math(
     tolerance: float = 0.0,
     percent: bool = False,
     require_unit: bool = False,
+    thinking: bool = False,
 ) -> float:
     r"""1 if the completion's final answer equals the reference, otherwise 0.
 
@@ -57,6 +58,7 @@ def grade_math(
         percent: 39 counts for 39\% and the other way round; 0.39 always does.
         require_unit: where the reference names a unit, the answer must name it; otherwise it may
             leave it out, but never name another.
+        thinking: the prompt has opened the thinking, so an answer counts only behind </think>.
     """
     if not answer.strip():
         raise RewardError("The reference answer is empty: remove the row, or give it an answer.")
@@ -65,6 +67,7 @@ def grade_math(
         completion,
         require_boxed=require_boxed,
         is_number=_NUMBER.fullmatch(reference) is not None,
+        thinking=thinking,
     )
     if found is None or not found.strip():
         return 0.0
@@ -135,7 +138,14 @@ def _without_name(form: Form, other: Form) -> Form:
         return form
     value, first = form.items[-1], form.items[0]
     before, after = _node(first.text), _node(value.text)
+    # in x = 1 = 2 one of the two is wrong, and nobody knows which
+    for middle in form.items[1:-1]:
+        node = _node(middle.text)
+        if node and not node.symbols() and not (after and equal(node, after)):
+            return form
     if before and not before.symbols() and first.text not in ("e", "i"):
+        if len(form.items) == 2 and is_name(value.text) and after and after.symbols():
+            return first  # 5 = x
         # a false equation such as 1 + 1 = 3 names no value
         return value if after and equal(before, after) else form
     return value if names_value(first) else form

@@ -8,7 +8,7 @@ _REPLACED = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": r"\times ", "·": r"\cdot ",
     "⋅": r"\cdot ", "∗": "*", "÷": r"\div ", "∕": "/", "⁄": "/", "≤": r"\le ", "≥": r"\ge ",
     "≠": r"\ne ", "∞": r"\infty ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ",
-    "√": r"\sqrt ", "π": r"\pi ", "°": r"^{\circ}", "′": "'", "’": "'",
+    "√": r"\sqrt ", "π": r"\pi ", "°": r"^{\circ}", "′": "'", "’": "'", "∅": r"\emptyset ",
     "（": "(", "）": ")", "［": "[", "］": "]", "｛": "{", "｝": "}", "，": ",", "：": ":",
     "；": ";", "＋": "+", "－": "-", "＝": "=", "／": "/", "＊": "*", "＜": "<", "＞": ">",
     "．": ".", "％": r"\%", "、": ",",
@@ -25,14 +25,18 @@ _STEPS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\\$", r"\\dollar "),
+        (r"\$\s*,\s*\$", ";"),  # two formulas are a list
         (r"\$", ""),
         (r"(?<!\\)\\[()\[\]]", " "),  # \( \) \[ \] around a formula
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?", ""),
-        (r",\s*\\!\s*|\{\s*,\s*\}", "\\\\thousands "),
+        (r"(?<=\d)(?<!\d{4})(?:,\s*\\!\s*|\{\s*,\s*\})(?=\d{3}(?!\d))", "\\\\thousands "),
         (r"(?<=\d)(?:\\[,;:\s]|~)(?=\d{3}(?!\d))", "\\\\thousands "),
         (r"\\(?:displaystyle|textstyle|limits|nolimits|bf|rm|it|,|;|:|!|>|quad|qquad)(?![a-zA-Z])",
          " "),
         (r"(?<!\\)\\\s|~", " "),
+        (r"(?<=\d),\s+(?=\d{3}(?!\d))", ";"),  # a list: no space is put behind a thousand's comma
+        (r"(?<=\d)(?:\s+\.\s*|\.\s+)(?=\d)", r"\\point "),  # neither a decimal nor a product
+        (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:dbinom|tbinom)(?![a-zA-Z])", r"\\binom"),
         (r"\\(?:mbox|mathrm|textrm|textbf|textit|textnormal|mathbf|mathit|operatorname|hbox|mathsf)"
@@ -66,15 +70,19 @@ _NEEDLESS_SPACE = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
 
 def clean(text: str) -> str:
     """Return a formula in one spelling; the meaning stays the same, and linear time is enough."""
-    if not text.isascii():
-        text = _SUPERSCRIPT_RUN.sub(
-            lambda run: f"^{{{run.group().translate(_SUPERSCRIPTS)}}}", text
-        )
-        text = "".join(_REPLACED.get(c) or _ascii_digit(c) for c in text)
+    text = with_plain_signs(text)
     for pattern, replacement in _STEPS:
         text = pattern.sub(replacement, text)
     text = text.strip().rstrip(".,;:").strip()
     return _NEEDLESS_SPACE.sub("", text)
+
+
+def with_plain_signs(text: str) -> str:
+    """Return a text with ASCII digits, and with ASCII or a command for each sign of mathematics."""
+    if text.isascii():
+        return text
+    text = _SUPERSCRIPT_RUN.sub(lambda run: f"^{{{run.group().translate(_SUPERSCRIPTS)}}}", text)
+    return "".join(_REPLACED.get(c) or _ascii_digit(c) for c in text)
 
 
 def _ascii_digit(character: str) -> str:

@@ -48,6 +48,8 @@ class MathTerm(Term):
     tolerance: float = 0.0
     percent: bool = False
     require_unit: bool = False
+    thinking: bool | None = None
+    """the prompt opens the thinking; unless told, where task.thinking = true"""
 
     def prepare(self) -> None:
         """Load what hard answers need."""
@@ -56,6 +58,8 @@ class MathTerm(Term):
     def grade(self, sample: Sample) -> float:
         """Compare with the prompt's answer."""
         options = {option.name: getattr(self, option.name) for option in fields(self)}
+        if self.thinking is None:
+            options["thinking"] = sample.prompt.chat.get("enable_thinking") is True
         return grade_math(sample.completion, sample.prompt.answer, **options)
 
 

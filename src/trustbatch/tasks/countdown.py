@@ -54,4 +54,9 @@ class Countdown(ProblemTask):
         """1 for an expression that uses each number once and has the value; otherwise 0."""
         from trustbatch.rewards.countdown import grade_countdown
 
-        return grade_countdown(completion, prompt.details["numbers"], prompt.details["target"])
+        return grade_countdown(
+            completion,
+            prompt.details["numbers"],
+            prompt.details["target"],
+            thinking=bool(self.thinking),
+        )

@@ -1,8 +1,8 @@
 r"""Problems from a JSONL or Parquet file with `problem` and `answer` fields.
 
 A row such as {"id": "aime24-1", "problem": "Find ...", "answer": "204"} becomes a prompt through
-`template`; the answer is looked for in the last \boxed{...} of the completion, else in its last
-number or formula, and compared as mathematics (`rewards.math_answers`).
+`template`; the answer is looked for in the last \boxed{...} of the completion, else (unless the
+template asks for a box) in its last number or formula, and compared as mathematics.
 """
 
 from dataclasses import dataclass

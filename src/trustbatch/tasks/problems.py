@@ -123,10 +123,18 @@ class ProblemTask:
         return {}
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if the completion's final answer is worth the same as the row's; otherwise 0."""
+        """1 if the completion's final answer is worth the same as the row's; otherwise 0.
+
+        A template that asks for a box is taken at its word, and thinking must have ended.
+        """
         from trustbatch.rewards.math_answers import grade_math
 
-        return grade_math(completion, prompt.answer)
+        return grade_math(
+            completion,
+            prompt.answer,
+            require_boxed=r"\boxed" in find_template(self.template or self.usual_template),
+            thinking=bool(self.thinking),
+        )
 
     def prompt(self, index: int) -> Prompt:
         """Return the index-th prompt of the endless stream; each epoch has its own order."""
