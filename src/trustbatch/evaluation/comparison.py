@@ -18,7 +18,7 @@ from trustbatch.evaluation.results import EvaluationResults
 from trustbatch.evaluation.scores import AVERAGE
 from trustbatch.evaluation.sign_flips import flip_interval, flip_p_value
 
-MUST_AGREE = ("samples", "temperature", "top_p", "max_tokens")
+MUST_AGREE = ("samples", "temperature", "top_p", "max_tokens", "max_turns")
 """settings without which two scores do not measure the same"""
 
 
