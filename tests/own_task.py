@@ -1,11 +1,12 @@
 """Tasks of one's own, given to runs by the path of this file."""
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trustbatch.tasks import ProblemTask
-from trustbatch.types import Prompt
+from trustbatch.types import Prompt, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,34 @@ class Plain:
 
     def grade(self, prompt: Prompt, completion: str) -> float:
         return float(len(completion) % 2)
+
+
+class Talk(Plain):
+    """An environment that has one more word for all that is said to it."""
+
+    name = "talk"
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        return "1+1+1+1+1+1+1+" if len(turns) < 6 else None
+
+
+class Slow(Plain):
+    """Takes a second for each grade."""
+
+    name = "slow"
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        time.sleep(1.0)
+        return 1.0
+
+
+class Moody(Plain):
+    """Can't grade its first prompt."""
+
+    name = "moody"
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        return float("nan") if prompt.id == "0" else 0.5
 
 
 MADE = Plain(7)

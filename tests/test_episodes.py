@@ -292,15 +292,40 @@ CHATML = (
 
 
 def test_a_base_models_reply_is_its_text(policy: Policy) -> None:
-    encoder = ReplyEncoder.of(policy)
-    assert encoder.encode("12+") == tuple(policy.tokenizer.encode("12+"))
-    assert encoder.encode("") == ()
+    encoder = ReplyEncoder.of(policy, {})
+    assert encoder.encode("12+", prompt_id="p") == tuple(policy.tokenizer.encode("12+"))
+    assert encoder.encode("", prompt_id="p") == ()
+
+
+def test_a_reply_without_tokens_is_named(policy: Policy) -> None:
+    with pytest.raises(ConfigError, match="can't write prompt 'p': it has no token for some"):
+        ReplyEncoder.of(policy, {}).encode("é", prompt_id="p")
+
+
+def test_later_turns_have_the_prompts_arguments_of_the_template(policy: Policy) -> None:
+    policy.tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}{{ '+' if enable_thinking else '-' }}{% endif %}"
+    )
+
+    class Thinking(Chatter):
+        def prompt(self, index: int) -> Prompt:
+            return replace(super().prompt(index), chat={"enable_thinking": index == 0})
+
+    groups = episodes(policy, environment=Thinking(), indices=[0, 1], num_samples=8)
+    for group, mark in zip(groups, "+-", strict=True):
+        spoken = [c for c in group.completions if len(c.turns) > 1]
+        assert spoken
+        for completion in spoken:
+            assert completion.drawn is not None
+            replies = policy.tokenizer.decode(completion.token_ids[~completion.drawn])
+            assert replies.endswith(mark)
 
 
 def test_a_chat_models_reply_stands_in_its_template(policy: Policy) -> None:
     """What follows the policy's stop token, as if the whole conversation had been rendered."""
     policy.tokenizer.chat_template = CHATML.replace("<|im_end|>", "</s>")
-    encoder = ReplyEncoder.of(policy)
+    encoder = ReplyEncoder.of(policy, {})
     assert encoder.before == "\n<|im_start|>user\n"
     assert encoder.after == "</s>\n<|im_start|>assistant\n"
     # a template in the tiny model's own characters
@@ -319,7 +344,7 @@ def test_a_chat_models_reply_stands_in_its_template(policy: Policy) -> None:
         tokenize=False,
     )
     drawn = policy.tokenizer.encode("3</s>")
-    whole = (*prompt, *drawn, *ReplyEncoder.of(policy).encode("0"))
+    whole = (*prompt, *drawn, *ReplyEncoder.of(policy, {}).encode("0", prompt_id="p"))
     assert whole == tuple(policy.tokenizer.encode(conversation))
     (group, *_) = episodes(policy, indices=[0], num_samples=8)
     spoken = [c for c in group.completions if len(c.turns) > 1]
@@ -333,7 +358,7 @@ def test_a_chat_models_reply_stands_in_its_template(policy: Policy) -> None:
 def test_a_template_without_a_past_is_refused(policy: Policy) -> None:
     policy.tokenizer.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(ConfigError, match=r"set rollout\.max_turns = 1"):
-        ReplyEncoder.of(policy)
+        ReplyEncoder.of(policy, {})
 
 
 def test_records_of_episodes_lose_nothing(policy: Policy) -> None:

@@ -24,6 +24,7 @@ from trustbatch.policy import encode_prompt
 from trustbatch.tasks import TASKS, ProblemSet, build_task, fit_task, without_overlap
 from trustbatch.tasks.file import FileTask
 from trustbatch.tasks.problems import ProblemTask
+from trustbatch.tasks.overlap import statements_of
 from trustbatch.tasks.same_problem import words_of
 from trustbatch.tiny import build_tokenizer
 
@@ -275,6 +276,10 @@ def test_words_and_numbers_decide_what_is_the_same() -> None:
     assert words_of("[14, 11, 22]") != words_of("[14, 11, 2, 2]")
     assert words_of("\\frac{1}{2}") == words_of("\\frac 1 2")
     assert words_of("¿Qué es \uff12?") == "qué es 2"
+    assert words_of(r"\left\{2 x^{3}\right\}") == words_of(r"\{2x^3\}")
+    assert words_of(r"\dfrac{1}{2} \text{ cm}") == words_of(r"\frac{1}{2} cm") == "frac 1 2 cm"
+    assert words_of(r"\alpha_{1}") == words_of(r"\alpha_1")
+    assert words_of(r"\leftarrow") == "leftarrow"
 
 
 def rows_file(tmp_path: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:
@@ -343,11 +348,15 @@ def test_training_never_sees_problems_of_the_evaluation(tmp_path: Path) -> None:
         named("gsm8k", path=train, exclude=[rows_file(tmp_path, [{"a": 1}], "b.jsonl")])
 
 
-def test_the_real_training_and_evaluation_files_do_not_overlap() -> None:
+def test_what_the_real_training_and_evaluation_files_share() -> None:
     evaluations = [str(shared_data(f"{FILES[n][0]}.jsonl.gz")) for n in FILES if FILES[n][1] < 600]
     task = local("gsm8k", exclude=evaluations)
     assert len(task.problems) == 7473
     assert list(task.left_out.values()) == [0] * len(evaluations)
+    held_out = {words_of(text): text for file in evaluations for text in statements_of(file, seed=0)}
+    shared = [words_of(text) for text in local("deepscaler").statements()]
+    (only,) = [held_out[words] for words in shared if words in held_out]
+    assert only.startswith(r"The complex numbers $\alpha_1, \alpha_2, \alpha_3$, and $\alpha_4$ are")
 
 
 def test_long_prompts_are_left_out_by_the_models_tokens(

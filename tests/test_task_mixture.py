@@ -1,17 +1,26 @@
 """Mixtures of tasks: exact shares, everywhere."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.own_task import Short
 from tests.shared_data import shared_data
 from tests.test_named_tasks import rows_file
 
 import trustbatch
-from trustbatch.tasks import Mixture, build_task
+from trustbatch.policy import Policy
+from trustbatch.rewards import Scorer
+from trustbatch.rollout.collect import collect
+from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.tasks import Curriculum, Mixture, build_task
+from trustbatch.tasks.answering import answers
 from trustbatch.tasks.mixture import even_order
+from trustbatch.types import Prompt, Role, SamplingParams, Turn
 
 OWN = Path(__file__).parent / "own_task.py"
 
@@ -120,3 +129,49 @@ def test_a_run_reports_the_reward_of_each_task(tiny_folder: Path, tmp_path: Path
         assert (line["task/arithmetic/share"], line["task/short/share"]) == (0.25, 0.75)
         mean = 0.25 * line["task/arithmetic/reward"] + 0.75 * line["task/short/reward"]
         assert line["reward/mean"] == pytest.approx(mean)
+
+
+def test_environments_in_a_mixture_are_played(policy: Policy) -> None:
+    """With their own prompts, beside parts that do not answer."""
+    parts = [{"name": f"{OWN}:{kind}", "label": kind.lower()} for kind in ("Talk", "Plain")]
+    mixture = build_task("mixture", seed=0, parts=parts)
+    groups = collect(
+        NativeEngine(policy, seed=0),
+        policy,
+        [mixture.prompt(index) for index in range(4)],
+        task=mixture,
+        num_samples=3,
+        sampling=SamplingParams(max_tokens=100, stop_token_ids=policy.stop_token_ids),
+        max_turns=3,
+    )
+    for group in groups:
+        lengths = {len(completion.turns) for completion in group.completions}
+        assert lengths == {1} if group.prompt.task == "plain" else max(lengths) > 1
+    graded = Scorer(mixture).score(groups)
+    for group in graded:
+        for completion, grade in zip(group.completions, group.grades, strict=True):
+            assert grade.reward == float(len(completion.text) % 2)
+    silent = build_task("mixture", seed=0, parts=parts[1:])
+    assert not answers(silent)
+    assert answers(build_task("mixture", seed=0, parts=[{"name": "calculator"}]))
+
+
+def test_an_environment_with_a_curriculum_is_played() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Asked(Short):
+        def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+            return f"{prompt.answer}?"
+
+        def grade_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
+            return float(len(turns))
+
+    turns = (Turn(role=Role.POLICY, text="1"),) * 3
+    curriculum = Curriculum(task=Asked())
+    prompt = curriculum.prompt(0)
+    assert answers(curriculum)
+    assert curriculum.reply(prompt, turns) == f"{prompt.answer}?"
+    assert curriculum.grade_turns(prompt, turns) == 3.0
+    plain = Curriculum(task=Short())
+    assert not answers(plain)
+    assert plain.reply(prompt, turns) is None
+    assert plain.grade_turns(prompt, turns) == plain.grade(prompt, "1")

@@ -15,7 +15,7 @@ from trustbatch.observe.run_folder import read_metrics
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.ranks import joined_ranks, this_rank
 from trustbatch.session import configured_task, open_session
-from trustbatch.tasks import FilteredTask, Task
+from trustbatch.tasks import FilteredTask, Task, check_task
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ def train(
     if isinstance(task, str | Mapping):
         task_table = _named(task)
     else:
+        check_task(task)
         own_task, task_table = task, _describe(task)
     tree = {
         "model": _named(str(model) if isinstance(model, Path) else model),

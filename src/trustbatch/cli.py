@@ -117,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument(
         "--max-tokens", type=_at_least_one, help="default 4096, or what the context allows"
     )
+    evaluation.add_argument(
+        "--max-turns", type=_at_least_one, default=8, help="of an environment, default 8"
+    )
     evaluation.add_argument("--limit", type=_at_least_one, help="first problems of each task")
     evaluation.add_argument(
         "--prompts", type=_at_least_one, default=256, help="of a task without an end, default 256"

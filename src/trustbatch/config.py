@@ -249,6 +249,11 @@ class RewardConfig(_Table):
     memory_limit_gib: float = Field(default=2.0, gt=0.0)
     """for one completion, beyond what the grader holds when it is loaded"""
 
+    @property
+    def limits(self) -> "RewardConfig":
+        """The limits of graders alone, as evaluation has them: a task's grader says what is right."""
+        return self.model_copy(update={"terms": (), "ungraded": "leave_out"})
+
     @model_validator(mode="after")
     def _check(self) -> "RewardConfig":
         parts = [term.part for term in self.terms]

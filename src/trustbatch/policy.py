@@ -262,9 +262,29 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[i
             **prompt.chat,  # a template ignores what it does not know
         )
         # the template has already written the special tokens
-        return tuple(tokenizer.encode(text, add_special_tokens=False))  # type: ignore[arg-type]
+        return encode_text(tokenizer, str(text), prompt_id=prompt.id, add_special_tokens=False)
     text = f"{prompt.system}\n\n{prompt.text}" if prompt.system else prompt.text
-    return tuple(tokenizer.encode(text))
+    return encode_text(tokenizer, text, prompt_id=prompt.id)
+
+
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    prompt_id: str,
+    add_special_tokens: bool = True,
+) -> tuple[int, ...]:
+    """Tokenise a text of a prompt, or of its episode."""
+    try:
+        return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    except Exception as error:
+        if type(error) is not Exception:  # what the tokenizers library raises has no other type
+            raise
+        raise ConfigError(
+            f"The tokenizer of {tokenizer.name_or_path} can't write prompt {prompt_id!r}: it has "
+            f"no token for some character ({_first(error)}): leave the prompt out, or choose "
+            "another model."
+        ) from error
 
 
 def _inputs(input_ids: Tensor, packed: PackedLayout | None) -> dict[str, Any]:

@@ -16,9 +16,11 @@ import torch
 from tests.shared_data import shared_data
 
 from trustbatch.cli import main
+from trustbatch.config import RolloutConfig
+from trustbatch.evaluation import evaluate
 from trustbatch.evaluation.draw import draw_records
 from trustbatch.evaluation.models import short_names
-from trustbatch.evaluation.settings import SamplingSettings
+from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import TaskChoice, load_suite
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.policy import Policy
@@ -27,6 +29,7 @@ from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.tasks import build_task
 from trustbatch.types import Completion, GenerationRequest
 
+OWN_TASK = Path(__file__).parent.parent / "own_task.py"
 SMALL = ["--prompts", "12", "--samples", "4", "--max-tokens", "8"]
 FILES = ("results.md", "pass_at_k.html", "samples.jsonl", "settings.json")
 
@@ -322,3 +325,66 @@ def test_named_tasks_come_from_a_folder_of_data() -> None:
     few = load_suite([TaskChoice("aime24")], data=str(data), limit=7)[0]
     assert few.problems == suite[0].problems[:7]
     assert few.digest != suite[0].digest
+
+
+def test_an_environment_is_played_and_its_turns_are_kept(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--task", f"{OWN_TASK}:Talk", "--prompts", "4", "--samples", "3", "--max-tokens", "110"]
+    words += ["--output", str(tmp_path), "--data", str(tmp_path)]  # which has no file of it
+    assert run_eval(tiny_folder, *words, "--max-turns", "3") == 0
+    folder = tmp_path / "tiny-Talk"
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    samples = [sample for line in lines for sample in json.loads(line)["samples"]]
+    lengths = {len(sample["turns"]) for sample in samples}
+    assert max(lengths) == 5
+    for sample in samples:
+        roles = [turn["role"] for turn in sample["turns"]]
+        assert roles == (["policy", "environment"] * 3)[: len(roles)]
+        assert sample["turns"][-1]["text"] == sample["text"]
+        said = "".join(turn["text"] for turn in sample["turns"][::2])
+        # a token of the tiny model is a character, or a special one; a reply has 14
+        assert len(said) <= sample["tokens"] < len(said) + 14
+    settings = json.loads((folder / "settings.json").read_text())
+    assert settings["max_turns"] == 3
+    assert settings["max_sequences"] == 64
+    message = error_of(capsys, "eval", tiny_folder, *words, "--max-turns", "2")
+    assert "(max_turns was 3, now 2)" in message
+
+
+def test_another_chat_template_is_another_setting(tiny_folder: Path, policy: Policy) -> None:
+    suite = load_suite([TaskChoice("arithmetic")], num_endless=2)
+    rollout = RolloutConfig()
+
+    def settings() -> dict[str, Any]:
+        return recorded_settings(SamplingSettings(), suite, rollout, policy, max_sequences=4)
+
+    assert settings()["chat_template"] is None
+    assert settings()["max_turns"] is None
+    found = set()
+    for template in ("{{ messages[0].content }}", "{{ messages[0].content }}!"):
+        policy.tokenizer.chat_template = template
+        found.add(settings()["chat_template"])
+    assert len(found) == 2
+
+
+def test_tasks_without_a_data_file_need_none_in_the_folder(tmp_path: Path) -> None:
+    names = ["guess_number", "calculator", "arithmetic", f"{OWN_TASK}:Short"]
+    suite = load_suite([TaskChoice(name) for name in names], data=str(tmp_path), num_endless=2)
+    assert [task.name for task in suite] == ["guess_number", "calculator", "arithmetic", "Short"]
+
+
+def test_the_limits_of_graders_can_be_set(tiny_folder: Path, tmp_path: Path) -> None:
+    words = ["--task", f"{OWN_TASK}:Slow", "--prompts", "1", "--samples", "1", "--max-tokens", "2"]
+    words += ["--output", str(tmp_path), "--reward.time_limit=0.2", "--reward.workers=1"]
+    assert run_eval(tiny_folder, *words) == 0
+    (line,) = (tmp_path / "tiny-Slow" / "samples.jsonl").read_text().splitlines()
+    assert json.loads(line)["samples"][0]["status"] == "timed_out"
+
+
+def test_a_prompt_without_a_grade_leaves_the_mean_a_number(policy: Policy) -> None:
+    task = build_task(f"{OWN_TASK}:Moody", seed=0)
+    result = evaluate(policy, task, num_prompts=3, num_samples=2, max_tokens=2)
+    assert result.mean_reward == 0.5
+    assert result.standard_error == 0.0
+    assert result.num_prompts == 2

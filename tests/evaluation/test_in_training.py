@@ -1,6 +1,7 @@
 """Evaluation within a run: its own curve, and not a bit of the training changed."""
 
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from trustbatch.evaluation.results import read_results
 from trustbatch.observe.report import write_report
 from trustbatch.observe.report_data import read_run
 from trustbatch.observe.run_folder import read_metrics
+from trustbatch.session import open_session
 
 ROOT = Path(__file__).parent.parent.parent
 EVALUATION = {
@@ -202,6 +204,34 @@ def test_what_can_not_be_evaluated_is_refused_before_the_training(
     with pytest.raises(ConfigError, match=sentence.replace("?", r"\?")):
         run(tiny_folder, tmp_path, evaluation={"suite": [], **table})
     assert not (tmp_path / "run").exists()
+
+
+def test_graders_have_the_limits_of_the_run_and_no_processes_between_evaluations(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    suite = [{"name": f"{ROOT / 'tests' / 'own_task.py'}:Plain"}]
+    config = parse_config(
+        {
+            "model": {"name": str(tiny_folder), "device": "cpu"},
+            "task": {"name": "arithmetic"},
+            "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 4},
+            "reward": {"workers": 1, "time_limit": 7, "ungraded": 0.0, "terms": [{"name": "math"}]},
+            "evaluation": {"every": 1, "suite": suite, "prompts": 2, "samples": 2},
+            "run": {"folder": str(tmp_path)},
+        }
+    )
+    session = open_session(config)
+    before = {process.pid for process in multiprocessing.active_children()}
+    scores = session.evaluation.after_step(1)
+    assert scores["eval/Plain/ungraded"] == 0
+    assert {process.pid for process in multiprocessing.active_children()} == before
+    (scorer,) = session.evaluation._scorers.values()
+    assert (scorer.reward.workers, scorer.reward.time_limit) == (1, 7)
+    assert scorer.reward.terms == ()
+    assert scorer._pools == {}
+    session.checkpointer.close()
+    session.engine.close()
+    session.run.close()
 
 
 def test_a_run_without_evaluation_has_no_such_table() -> None:

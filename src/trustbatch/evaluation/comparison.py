@@ -18,7 +18,7 @@ from trustbatch.evaluation.results import EvaluationResults
 from trustbatch.evaluation.scores import AVERAGE
 from trustbatch.evaluation.sign_flips import flip_interval, flip_p_value
 
-MUST_AGREE = ("samples", "temperature", "top_p", "max_tokens")
+MUST_AGREE = ("samples", "temperature", "top_p", "max_tokens", "max_turns")
 """settings without which two scores do not measure the same"""
 
 
@@ -29,6 +29,8 @@ class Difference:
     task: str
     num_problems: int
     """those with enough graded samples of both models"""
+    num_unequal: int
+    """those on which the models differ"""
     first: float
     second: float
     value: float
@@ -39,7 +41,7 @@ class Difference:
     @property
     def is_clear(self) -> bool:
         """Whether chance alone would seldom give such a difference."""
-        return self.p_value < 1.0 - LEVEL
+        return self.p_value <= 1.0 - LEVEL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,12 @@ class Comparison:
         last = self.differences[-1]
         where = "on average" if last.task == AVERAGE else f"on {last.task}"
         interval = f"({last.low:.3f} to {last.high:.3f}), p = {_written(last.p_value)}"
+        if not last.num_unequal:
+            return (
+                f"No problem tells {self.first} and {self.second} apart {where}: all "
+                f"{last.num_problems:,} have the same pass@{self.k}, and the difference on others "
+                f"like them is from {last.low:+.3f} to {last.high:+.3f}."
+            )
         if not last.is_clear:
             return (
                 f"{self.first} and {self.second} can't be told apart {where}: pass@{self.k} "
@@ -122,6 +130,7 @@ def _difference(task: str, parts: Sequence[Floats]) -> Difference:
     return Difference(
         task=task,
         num_problems=len(scores),
+        num_unequal=int(np.count_nonzero(differences)),
         first=float(first),
         second=float(second),
         value=float(second - first),
@@ -154,4 +163,4 @@ def _refuse_unlike(first: EvaluationResults, second: EvaluationResults) -> None:
 
 
 def _written(p_value: float) -> str:
-    return "0.0001 or less" if p_value <= 1e-4 else f"{p_value:.2g}"
+    return "0.0002 or less" if p_value <= 2e-4 else f"{p_value:.2g}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from trustbatch.evaluation.settings import SamplingSettings
@@ -73,7 +73,8 @@ def _record(task: str, group: RolloutGroup) -> dict[str, Any]:
 def _sample(completion: Completion, grade: Grade) -> dict[str, Any]:
     return {
         "text": completion.text,
-        "tokens": len(completion.token_ids),
+        **({"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}),
+        "tokens": completion.num_drawn,
         "finish_reason": str(completion.finish_reason),
         "status": str(grade.status),
         "reward": None if math.isnan(grade.reward) else grade.reward,

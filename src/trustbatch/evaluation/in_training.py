@@ -58,7 +58,9 @@ class InTrainingEvaluation:
         for task in self.suite:
             for problem in task.problems:  # now, not after hours of training
                 encode_checked(policy, problem, self.sampling.max_tokens)
-        self._scorers = {task.name: Scorer(task.task) for task in self.suite}
+        self._scorers = {
+            task.name: Scorer(task.task, config.reward.limits) for task in self.suite
+        }
 
     def before_first_step(self, step: int) -> None:
         """Write how good the policy is before it is trained, if it has not been trained yet."""
@@ -75,7 +77,7 @@ class InTrainingEvaluation:
         return metrics | {"time/evaluation_seconds": time.perf_counter() - start}
 
     def close(self) -> None:
-        """End what belongs to the graders."""
+        """End the graders' processes; they come back where they are needed."""
         for scorer in self._scorers.values():
             scorer.close()
 
@@ -100,6 +102,7 @@ class InTrainingEvaluation:
             if folder is not None:
                 folder.finish(self.suite, describe_environment())
         finally:
+            self.close()  # the machine is the run's until the next time
             if folder is not None:
                 folder.close()
         return evaluation_metrics(outcomes)
@@ -112,9 +115,13 @@ class InTrainingEvaluation:
                 self._scorers[task.name],
                 task,
                 self.sampling,
-                max_sequences=self.config.rollout.max_sequences * num_ranks(),
+                max_sequences=self._max_sequences,
                 max_turns=self.config.rollout.max_turns,
             )
+
+    @property
+    def _max_sequences(self) -> int:
+        return self.config.rollout.max_sequences * num_ranks()
 
     def _open_folder(self, step: int) -> EvaluationFolder:
         path: Path = self.run.path / "evaluations" / f"step-{step:06d}"
@@ -123,7 +130,13 @@ class InTrainingEvaluation:
         return EvaluationFolder(
             path,
             model=f"{self.config.run.name}-step-{step}",
-            settings=recorded_settings(self.sampling, self.suite, self.config.rollout, self.policy),
+            settings=recorded_settings(
+                self.sampling,
+                self.suite,
+                self.config.rollout,
+                self.policy,
+                max_sequences=self._max_sequences,
+            ),
         )
 
 

@@ -22,6 +22,7 @@ class EvaluationResult:
     standard_error: float
     """of the mean, over prompts"""
     num_prompts: int
+    """those with a graded sample"""
     num_samples: int
 
 
@@ -60,10 +61,11 @@ def evaluate(
         say(f"{len(groups)}/{num_prompts} prompts")
     with contextlib.closing(Scorer(task)) as scorer:
         per_prompt = rewards_of(scorer.score(groups)).nanmean(dim=1)
-    deviation = float(per_prompt.std()) if num_prompts > 1 else math.nan
+    per_prompt = per_prompt[~per_prompt.isnan()]  # a prompt without a grade says nothing
+    deviation = float(per_prompt.std()) if len(per_prompt) > 1 else math.nan
     return EvaluationResult(
         mean_reward=float(per_prompt.mean()),
-        standard_error=deviation / math.sqrt(num_prompts),
-        num_prompts=num_prompts,
+        standard_error=deviation / math.sqrt(max(len(per_prompt), 1)),
+        num_prompts=len(per_prompt),
         num_samples=num_samples,
     )

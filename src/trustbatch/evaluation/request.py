@@ -13,6 +13,7 @@ from trustbatch.evaluation.suite import FILE_ENDINGS, TaskChoice, load_suite
 
 DEFAULT = SamplingSettings()
 ENGINE_KEYS = ("rollout.max_sequences", "rollout.precision")
+GRADER_KEYS = ("reward.workers", "reward.time_limit", "reward.memory_limit_gib")
 ENGINE_TABLES = ("model.", "rollout.vllm.")
 
 
@@ -37,7 +38,7 @@ def requested_evaluation(options: argparse.Namespace, overrides: Sequence[str]) 
         ),
         is_capped=options.max_tokens is None,
         engine=options.engine,
-        tables=tables,
+        tables=tables | {"rollout": tables.get("rollout", {}) | {"max_turns": options.max_turns}},
         output=Path(options.output),
     )
 
@@ -62,16 +63,16 @@ def _num_samples(options: argparse.Namespace) -> int:
 
 
 def _engine_tables(overrides: Sequence[str]) -> dict[str, Any]:
-    """Read overrides such as --model.device=cpu; only keys that an engine needs are taken."""
+    """Read overrides such as --model.device=cpu; and those of the graders' limits; no others."""
     tree: dict[str, Any] = {}
     for override in overrides:
         key = override.removeprefix("--").partition("=")[0]
-        is_known = key in ENGINE_KEYS or (key.startswith(ENGINE_TABLES) and key != "model.name")
+        is_known = key in ENGINE_KEYS + GRADER_KEYS or (key.startswith(ENGINE_TABLES) and key != "model.name")
         if not is_known:
             raise ConfigError(
                 f"{override!r} is no option of eval: beside those of --help it takes "
-                "--model.KEY=..., --rollout.vllm.KEY=..., --rollout.max_sequences=... and "
-                "--rollout.precision=..., as a configuration has them."
+                "--model.KEY=..., --rollout.vllm.KEY=..., --rollout.max_sequences=..., "
+                "--rollout.precision=... and --reward.time_limit=... (workers, memory_limit_gib), as a configuration has them."
             )
         apply_override(tree, override)
     return tree

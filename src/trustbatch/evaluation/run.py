@@ -44,7 +44,7 @@ class Evaluation:
     """whether max_tokens gives way to the model's context; if not, what does not fit is refused"""
     engine: str = "native"
     tables: Mapping[str, Any] = field(default_factory=dict)
-    """keys of [model] and [rollout] that say where and how an engine computes"""
+    """keys of [model], [rollout] and [reward] that say where and how it is drawn and graded"""
     output: Path = Path("evals")
 
 
@@ -85,7 +85,7 @@ class _Loader:
 
 
 def _engine_config(model: str, evaluation: Evaluation) -> Config:
-    """Return a configuration that describes the engine; nothing else of it is used."""
+    """Return a configuration of the engine and the graders; nothing else of it is used."""
     on_gpu = torch.cuda.is_available()
     rollout = {
         "max_sequences": MAX_SEQUENCES["cuda" if on_gpu else "cpu"],
@@ -99,6 +99,7 @@ def _engine_config(model: str, evaluation: Evaluation) -> Config:
             "task": {"name": "arithmetic"},
             "objective": {"name": "reinforce"},
             "rollout": rollout,
+            "reward": evaluation.tables.get("reward", {}),
         }
     )
 
@@ -136,7 +137,13 @@ def _evaluate(model: str, name: str, evaluation: Evaluation, loader: _Loader) ->
     folder = EvaluationFolder(
         evaluation.output / f"{name}-{tasks}",
         model=name,
-        settings=recorded_settings(evaluation.sampling, evaluation.suite, config.rollout, policy)
+        settings=recorded_settings(
+            evaluation.sampling,
+            evaluation.suite,
+            config.rollout,
+            policy,
+            max_sequences=config.rollout.max_sequences,
+        )
         | {"weights": weights_digest(policy)},
     )
     try:
@@ -156,7 +163,7 @@ def _draw(config: Config, policy: Policy, evaluation: Evaluation, folder: Evalua
     engine = build_engine(config, policy)
     try:
         for task in evaluation.suite:
-            scorer = Scorer(task.task)
+            scorer = Scorer(task.task, config.reward.limits)
             try:
                 for records in draw_records(
                     engine,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from trustbatch.tasks.answering import answers
 from trustbatch.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,16 +39,26 @@ def recorded_settings(
     suite: "Sequence[EvaluatedTask]",
     rollout: "RolloutConfig",
     policy: "Policy",
+    *,
+    max_sequences: int,
 ) -> dict[str, Any]:
-    """Return what is kept beside results, as plain values."""
+    """Return what is kept beside results, as plain values.
+
+    `max_sequences` decides which problems are drawn together, and so how their logits are rounded.
+    """
     is_auto = rollout.precision == "auto"
+    template = policy.tokenizer.chat_template
     return {
         **asdict(sampling),
         "tasks": {
             task.name: {"problems": len(task.problems), "digest": task.digest} for task in suite
         },
+        # no other task has a second turn
+        "max_turns": rollout.max_turns if any(answers(each.task) for each in suite) else None,
+        "chat_template": None if not template else digest(str(template)),
         "engine": rollout.engine,
         "precision": policy.precision if is_auto else rollout.precision,
+        "max_sequences": max_sequences,
     }
 
 

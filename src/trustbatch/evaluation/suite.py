@@ -9,7 +9,7 @@ from typing import Any
 
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.settings import digest
-from trustbatch.tasks import Task, build_task
+from trustbatch.tasks import TASKS, Task, build_task
 from trustbatch.tasks.base import ProblemSet
 from trustbatch.types import Prompt
 
@@ -93,7 +93,7 @@ def _build(choice: TaskChoice, data: str | None) -> Task:
     name, options = choice.name, dict(choice.options)
     if name.endswith(FILE_ENDINGS):
         return build_task("file", seed=PROBLEM_SEED, path=name, shuffle=False, **options)
-    if data is not None and name not in ("arithmetic", "file"):
+    if data is not None and has_data(name):
         file = Path(data) / f"{DATA_FILES.get(name, name)}.jsonl.gz"
         if not file.is_file():
             raise ValueError(f"{file} is not a file: check the folder, or the name of the task.")
@@ -101,6 +101,11 @@ def _build(choice: TaskChoice, data: str | None) -> Task:
     elif name in TEST_SPLITS and "path" not in options:
         options = {"split": TEST_SPLITS[name]} | options
     return build_task(name, seed=PROBLEM_SEED, **options)
+
+
+def has_data(name: str) -> bool:
+    """Whether a task of this name reads a data set that a folder of data can have."""
+    return getattr(TASKS.get(name), "hub", None) is not None
 
 
 def _label(choice: TaskChoice) -> str:

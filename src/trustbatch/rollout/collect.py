@@ -8,6 +8,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.episodes import play
+from trustbatch.tasks.answering import answers
 from trustbatch.tasks.base import Task
 from trustbatch.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
@@ -28,6 +29,7 @@ def collect(
     Where `task` is an environment it answers them, and each goes on for up to `max_turns` turns;
     None draws the first turn alone. `first_group` is the number of the first prompt in the run.
     """
+    _refuse_repeated(prompts)
     requests = [
         GenerationRequest(
             prompt_id=prompt.id,
@@ -47,9 +49,21 @@ def collect(
         )
         for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
     ]
-    if isinstance(task, Environment):
+    if isinstance(task, Environment) and answers(task):
         groups = play(engine, policy, task, groups, sampling=sampling, max_turns=max_turns)
     return groups
+
+
+def _refuse_repeated(prompts: Sequence[Prompt]) -> None:
+    """Two prompts of one id would get the same random numbers, and so the same samples."""
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise ConfigError(
+                f"Two prompts of a batch have the id {prompt.id!r} and would draw the same samples: "
+                "let the task's `prompt(index)` give each draw an id of its own."
+            )
+        seen.add(prompt.id)
 
 
 def encode_checked(policy: Policy, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:

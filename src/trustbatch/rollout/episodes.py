@@ -41,11 +41,11 @@ def play(
 
     `sampling.max_tokens` bounds a whole episode, the environment's tokens included.
     """
-    encoder = ReplyEncoder.of(policy)
     episodes = [
         [Episode(group.prompt, group.prompt_token_ids, [first]) for first in group.completions]
         for group in groups
     ]
+    encoders = _Encoders(policy)
     running = [episode for of_group in episodes for episode in of_group]
     for turn in range(1, max_turns + 1):
         # once for all ranks: they must not disagree about who goes on
@@ -56,7 +56,7 @@ def play(
             elif turn == max_turns:
                 episode.finish_reason = FinishReason.TURNS
             else:
-                reply = Reply(answer, torch.tensor(encoder.encode(answer), dtype=torch.int64))
+                reply = Reply(answer, encoders.encode(answer, episode.prompt))
                 episode.answer(reply, max_tokens=sampling.max_tokens)
         running = [episode for episode in running if episode.finish_reason is None]
         if not running:
@@ -77,6 +77,22 @@ class Reply:
     text: str
     token_ids: Tensor
     """[n] int64"""
+
+
+class _Encoders:
+    """One encoder for each way in which prompts use the chat template."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._known: dict[str, ReplyEncoder] = {}
+
+    def encode(self, answer: str, prompt: Prompt) -> Tensor:
+        """Return the tokens [n] of a reply."""
+        key = repr(sorted(prompt.chat.items()))
+        if key not in self._known:
+            self._known[key] = ReplyEncoder.of(self._policy, prompt.chat)
+        token_ids = self._known[key].encode(answer, prompt_id=prompt.id)
+        return torch.tensor(token_ids, dtype=torch.int64)
 
 
 @dataclass

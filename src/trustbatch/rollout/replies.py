@@ -1,11 +1,13 @@
 """The environment's words as tokens that follow the policy's."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from trustbatch.errors import ConfigError
-from trustbatch.policy import Policy
+from trustbatch.policy import Policy, encode_text
 
 _POLICY, _REPLY = "POLICY-SPEAKS-HERE", "REPLY-STANDS-HERE"
 
@@ -24,8 +26,11 @@ class ReplyEncoder:
     after: str
 
     @classmethod
-    def of(cls, policy: Policy) -> "ReplyEncoder":
-        """Find out what a template writes by rendering a conversation; a base model has none."""
+    def of(cls, policy: Policy, chat: Mapping[str, Any]) -> "ReplyEncoder":
+        """Find out what a template writes by rendering a conversation; a base model has none.
+
+        `chat` holds the prompt's arguments of the template, such as enable_thinking.
+        """
         tokenizer = policy.tokenizer
         if not tokenizer.chat_template:
             return cls(tokenizer, "", "")
@@ -35,7 +40,9 @@ class ReplyEncoder:
             {"role": "user", "content": _REPLY},
         ]
         text = str(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **chat
+            )
         )
         _, policy_spoke, rest = text.partition(_POLICY)
         before, replied, after = rest.partition(_REPLY)
@@ -46,10 +53,10 @@ class ReplyEncoder:
             )
         return cls(tokenizer, _after_stop(before, policy), after)
 
-    def encode(self, reply: str) -> tuple[int, ...]:
+    def encode(self, reply: str, *, prompt_id: str) -> tuple[int, ...]:
         """Return the tokens between the policy's stop token and its next turn."""
         text = f"{self.before}{reply}{self.after}"
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        return encode_text(self.tokenizer, text, prompt_id=prompt_id, add_special_tokens=False)
 
 
 def _after_stop(text: str, policy: Policy) -> str:

@@ -16,7 +16,8 @@ from trustbatch.tasks.amc23 import Amc23
 from trustbatch.tasks.amo_bench import AmoBench
 from trustbatch.tasks.arithmetic import Arithmetic
 from trustbatch.tasks.base import FilteredTask, LearningTask, ProblemSet, Task
-from trustbatch.tasks.by_path import find_class, options_of
+from trustbatch.tasks.by_path import find_class
+from trustbatch.tasks.check import check_task
 from trustbatch.tasks.countdown import Countdown
 from trustbatch.tasks.curriculum import Curriculum
 from trustbatch.tasks.deepscaler import Deepscaler
@@ -25,6 +26,7 @@ from trustbatch.tasks.fit import fit_task
 from trustbatch.tasks.gsm8k import Gsm8k
 from trustbatch.tasks.math500 import Math500
 from trustbatch.tasks.mixture import Mixture
+from trustbatch.tasks.options import check_options, options_of, refuse_unknown
 from trustbatch.tasks.overlap import without_overlap
 from trustbatch.tasks.problems import ProblemTask
 
@@ -56,12 +58,15 @@ def build_task(name: str, *, seed: int, **options: Any) -> Task:
             f"{', '.join(TASKS)}, or name a class as in my_task.py:MyTask."
         )
     if not callable(make):  # a task that is already made
-        _refuse_unknown(options, [], f"task {name}")
+        refuse_unknown(options, [], f"task {name}")
         task: Any = make
     else:
         known = options_of(make)
-        _refuse_unknown(options, [o for o in known if o not in ("seed", "name")], f"task {name}")
+        refuse_unknown(options, [o for o in known if o not in ("seed", "name")], f"task {name}")
+        check_options(make, options, f"task {name}", table="task")
         task = make(**({"seed": seed} if "seed" in known else {}), **options)
+    if ":" in name:
+        check_task(task)
     return task if curriculum is None else _with_curriculum(task, curriculum, seed=seed)
 
 
@@ -69,17 +74,9 @@ def _with_curriculum(task: Any, options: Any, *, seed: int) -> Curriculum:
     if not isinstance(options, dict):
         raise ValueError("task.curriculum is a table: write {low = 0.1, high = 0.9}.")
     known = [f.name for f in fields(Curriculum) if f.init and f.name not in ("task", "seed")]
-    _refuse_unknown(options, known, "table task.curriculum")
+    refuse_unknown(options, known, "table task.curriculum")
+    check_options(Curriculum, options, "table task.curriculum", table="task.curriculum")
     return Curriculum(task=task, seed=seed, **options)
-
-
-def _refuse_unknown(options: dict[str, Any], known: list[str], where: str) -> None:
-    for option in options:
-        if option not in known:
-            listed = f"its options are {', '.join(known)}" if known else "it has none"
-            raise ValueError(
-                f"The {where} has no option {option!r}{did_you_mean(option, known)}; {listed}."
-            )
 
 
 __all__ = [
@@ -92,6 +89,7 @@ __all__ = [
     "ProblemTask",
     "Task",
     "build_task",
+    "check_task",
     "fit_task",
     "without_overlap",
 ]

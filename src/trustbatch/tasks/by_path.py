@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 from pathlib import Path
@@ -25,12 +24,6 @@ def find_class(name: str) -> Any:
     return getattr(module, wanted)
 
 
-def options_of(make: Any) -> list[str]:
-    """Return the keyword arguments of a class."""
-    parameters = inspect.signature(make).parameters.values()
-    return [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
 def _import(place: str) -> ModuleType:
     _make_importable(os.getcwd())
     try:
@@ -40,6 +33,8 @@ def _import(place: str) -> ModuleType:
             f"task.name names the module {place!r}, but there is no module {error.name!r}: check "
             "the name, or give a file as in my_task.py:MyTask."
         ) from error
+    except (ImportError, SyntaxError) as error:
+        raise _unusable(place, error) from error
 
 
 def _load_file(file: Path) -> ModuleType:
@@ -54,7 +49,18 @@ def _load_file(file: Path) -> ModuleType:
                 "the file."
             )
         _make_importable(str(file.resolve().parent))
-    return importlib.import_module(file.stem)
+    try:
+        return importlib.import_module(file.stem)
+    except (ImportError, SyntaxError) as error:
+        raise _unusable(str(file), error) from error
+
+
+def _unusable(place: str, error: ImportError | SyntaxError) -> ValueError:
+    where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+    return ValueError(
+        f"task.name names {place!r}, which can't be imported ({type(error).__name__}: {error.msg}"
+        f"{where}): fix it."
+    )
 
 
 def _make_importable(folder: str) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
+from trustbatch.tasks.answering import answers, grade_of, reply_of
 from trustbatch.tasks.base import FilteredTask, ProblemSet, Task
-from trustbatch.types import Prompt, RolloutGroup
+from trustbatch.types import Prompt, RolloutGroup, Turn
 
 
 class Problems(Task, ProblemSet, FilteredTask, Protocol):
@@ -72,6 +73,19 @@ class Curriculum:
     def grade(self, prompt: Prompt, completion: str) -> float:
         """Ask the task."""
         return self.task.grade(prompt, completion)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the task is an environment."""
+        return answers(self.task)
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        """Ask the task, if it is an environment."""
+        return reply_of(self.task, prompt, turns)
+
+    def grade_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
+        """Ask the task."""
+        return grade_of(self.task, prompt, turns)
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
         """Count the samples of graded groups that passed; ungraded ones say nothing."""

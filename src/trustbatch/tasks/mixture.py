@@ -8,8 +8,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Self
 
+from trustbatch.tasks.answering import answers, grade_of, reply_of
 from trustbatch.tasks.base import FilteredTask, LearningTask, Task
-from trustbatch.types import Prompt, RolloutGroup
+from trustbatch.types import Prompt, RolloutGroup, Turn
 
 LONGEST_PATTERN = 100_000
 """prompts until the order of the parts repeats"""
@@ -61,6 +62,20 @@ class Mixture:
     def grade(self, prompt: Prompt, completion: str) -> float:
         """Ask the part that the prompt is from."""
         return self.tasks[prompt.task].task.grade(self._original(prompt), completion)
+
+    @property
+    def answers(self) -> bool:
+        """Whether a part is an environment."""
+        return any(answers(part.task) for part in self.tasks.values())
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        """Ask the part that the prompt is from; one that is no environment is over at once."""
+        task = self.tasks[prompt.task].task
+        return reply_of(task, self._original(prompt), turns)
+
+    def grade_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
+        """Ask the part that the prompt is from."""
+        return grade_of(self.tasks[prompt.task].task, self._original(prompt), turns)
 
     def statements(self) -> Collection[str]:
         """Return the problems of all parts that have an end."""
@@ -160,6 +175,8 @@ def _build_parts(parts: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, 
         raise ValueError("The task mixture needs [[task.parts]], each with a name and a weight.")
     weights, built = [], {}
     for number, options in enumerate(parts):
+        if not isinstance(options, Mapping):
+            raise ValueError(f"task.parts.{number} = {options!r} must be a table with a name.")
         options = dict(options)
         name, weight = options.pop("name", None), options.pop("weight", 1)
         if not isinstance(name, str) or name == "mixture":
