@@ -113,9 +113,8 @@ def test_a_run_on_two_ranks_is_the_run_on_one_and_goes_on_alone(
     assert output.count("step 4/4") == 1
     expected = read_metrics(tmp_path / "one" / "run")
     assert_same_run(read_metrics(tmp_path / "two" / "run"), expected)
-    assert max(line.get("episode/turns_max", 1.0) for line in expected) == (
-        3.0 if task == GUESSES else 1.0
-    )
+    most_turns = max(line.get("episode/turns_max", 1.0) for line in expected)
+    assert (most_turns > 1) == (task == GUESSES)
 
     shutil.rmtree(tmp_path / "two" / "run" / "checkpoints" / "step-4")
     assert main(["train", str(configs["two"])]) == 0
