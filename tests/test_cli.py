@@ -91,6 +91,16 @@ def test_dry_run_refuses_what_training_would(
     assert words in error_of(capsys, "train", config, "--dry-run", override)
 
 
+def test_dry_run_imports_reward_functions(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rewards.py").write_text("def brevity(prompt, completion, answer):\n    return 1\n")
+    for name in ("function", "batch_function"):
+        term = f'--reward.terms=[{{name = "{name}", path = "{tmp_path}/rewards.py:brevty"}}]'
+        assert "did you mean 'brevity'?" in error_of(capsys, "train", config, "--dry-run", term)
+    assert main(["train", config, "--dry-run", term.replace("brevty", "brevity")]) == 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_devices_that_are_not_there(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch sees no GPU" in error_of(capsys, "train", config, "--model.device=cuda")

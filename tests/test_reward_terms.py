@@ -1,6 +1,7 @@
 """The terms that rewards are made of."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -90,6 +91,8 @@ def test_wrong_names_and_options_are_refused_with_the_configuration(
         ("function", {"path": "no/such/file.py:f"}, "which does not exist"),
         ("batch_function", {"path": "json:loads", "time_limit": 0}, "must be above 0"),
         ("http", {"url": "localhost:8000"}, "must start with http"),
+        ("http", {"url": "http://h:70000"}, "has a port that is not a number"),
+        ("http", {"url": "http://h:x"}, "has a port that is not a number"),
         ("http", {"url": "http://h", "batch_size": 0}, "must be above 0"),
         ("http", {"url": "http://h", "token_variable": "NOT_SET_AT_ALL"}, "export it"),
     ],
@@ -202,6 +205,8 @@ def test_a_busy_server_is_asked_again() -> None:
         ((404, b""), "answered with status 404"),
         ((200, b"no json"), "must answer"),
         ((200, b"[1, 2]"), "must answer"),
+        ((200, b"[" * 200_000), "must answer"),
+        ((200, b'{"rewards": [1%s, 1%s]}' % (b"0" * 400, b"0" * 400)), "answered 1000"),
         ((200, b'{"rewards": [1]}'), "must answer 2 rewards for 2 completions"),
         ((200, b'{"rewards": 1}'), "must answer 2 rewards"),
     ],
@@ -238,6 +243,20 @@ def test_the_deadline_holds_whatever_the_server_does() -> None:
     assert len(requests) > 1
 
 
+def test_the_deadline_is_of_the_whole_batch() -> None:
+    def slow(body: dict[str, Any], number: int) -> tuple[int, bytes]:
+        time.sleep(0.4)
+        return lengths(body, number)
+
+    with serving(slow) as (url, _):
+        start = time.monotonic()
+        term = HttpTerm(url=url, deadline=0.6, batch_size=1)
+        outcomes = term.outcomes([sample("a")] * 6)
+        assert time.monotonic() - start < 1.5
+    assert outcomes[0].status is GradeStatus.GRADED
+    assert {outcome.status for outcome in outcomes[1:]} == {GradeStatus.TIMED_OUT}
+
+
 def test_nobody_there() -> None:
     term = HttpTerm(url="http://127.0.0.1:9", deadline=0.5)
     (outcome,) = term.outcomes([sample("a")])
@@ -258,3 +277,31 @@ def test_functions_are_found_by_file_and_by_module(tmp_path: Path) -> None:
     missing.check(max_tokens=None)
     with pytest.raises(ImportError, match="has no function two"):
         missing.grade(sample("a"))  # type: ignore[union-attr]
+
+
+def test_a_file_does_not_replace_a_module_of_python(tmp_path: Path) -> None:
+    file = tmp_path / "random.py"
+    file.write_text("def one(prompt, completion, answer):\n    return 1.0\n")
+    before = sys.modules["random"]
+    term = build_term("function", {"path": f"{file}:one"})
+    assert term.grade(sample("a")) == 1.0  # type: ignore[union-attr]
+    assert sys.modules["random"] is before
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("brevty", r"rewards\.py:brevty.*has no function brevty .did you mean 'brevity'"),
+        ("number", r"rewards\.py:number' is no function, but int"),
+        ("short", r"must take .prompt, completion, answer., but it takes .text."),
+    ],
+)
+def test_what_is_no_such_function_is_refused_at_load(tmp_path: Path, name: str, words: str) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "number = 1\ndef brevity(prompt, completion, answer, details):\n    return 1.0\n"
+        "def short(text):\n    return 1.0\n"
+    )
+    build_term("function", {"path": f"{file}:brevity"}).prepare()  # type: ignore[union-attr]
+    with pytest.raises((ImportError, TypeError), match=words):
+        build_term("function", {"path": f"{file}:{name}"}).prepare()  # type: ignore[union-attr]

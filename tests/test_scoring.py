@@ -188,7 +188,11 @@ def test_a_part_that_fails_leaves_the_whole_ungraded() -> None:
     ("function", "status", "words"),
     [
         ("batch_too_short", GradeStatus.FAILED, "it returned 1 rewards for 2 completions"),
-        ("batch_forever", GradeStatus.TIMED_OUT, "longer than 0.5 seconds"),
+        (
+            "batch_forever",
+            GradeStatus.TIMED_OUT,
+            "longer than 0.5 seconds (time_limit of the term batch_forever)",
+        ),
     ],
 )
 def test_a_batch_function_fails_for_all(function: str, status: GradeStatus, words: str) -> None:
@@ -197,6 +201,40 @@ def test_a_batch_function_fails_for_all(function: str, status: GradeStatus, word
         (group,) = scorer.score([group_of("a", "b")])
     assert [grade.status for grade in group.grades] == [status] * 2
     assert words in group.grades[1].reason
+
+
+def test_a_sum_beyond_all_numbers_is_no_reward() -> None:
+    terms = [{"name": "task", "weight": 1e308, "label": label} for label in "ab"]
+    with scorer_of(Arithmetic(), terms=terms) as scorer:
+        (group,) = scorer.score([group_of("5", "6", answer="5")])
+    assert [grade.status for grade in group.grades] == [GradeStatus.FAILED, GradeStatus.GRADED]
+    assert "the weighted sum of" in group.grades[0].reason
+
+
+def test_a_batch_function_may_be_called_terms(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def terms(prompts, completions, answers):\n    return [7.0] * len(prompts)\n")
+    terms = [
+        {"name": "batch_function", "path": f"{file}:terms"},
+        {"name": "math", "label": "other"},
+    ]
+    with scorer_of(Arithmetic(), terms=terms) as scorer:
+        (group,) = scorer.score([group_of("5", "6", answer="5")])
+    assert [grade.reward for grade in group.grades] == [8.0, 7.0]
+
+
+def test_a_file_that_breaks_during_a_run_does_not_bring_grading_here(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "import os\ndef f(prompt, completion, answer):\n"
+        "    return os._exit(1) if completion == 'exit' else 1.0\n"
+    )
+    with scorer_of(Arithmetic(), terms=[{"name": "function", "path": f"{file}:f"}]) as scorer:
+        scorer.score([group_of("a", "exit")])
+        file.write_text("broken broken")
+        with pytest.raises(RewardError, match=r"could not load the grader .*SyntaxError"):
+            scorer.score([group_of(*["exit"] * 6)])
+        assert not scorer._graded_here
 
 
 def test_a_server_is_a_part_like_the_others() -> None:

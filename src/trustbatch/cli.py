@@ -1,6 +1,7 @@
 """The command line: parse, build, call."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -188,6 +189,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.plan.hardware import find_hardware, has_gpu
     from trustbatch.plan.memory import GIB
     from trustbatch.plan.prompts import prompt_encoder
+    from trustbatch.rewards import Scorer
     from trustbatch.rollout.vllm_engine import require_vllm
     from trustbatch.session import configured_task
     from trustbatch.tasks import fit_task
@@ -206,6 +208,10 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     if config.rollout.engine == "vllm" and not is_elsewhere:
         require_vllm()
     RunFolder(config)  # refuses the folder of another run
+    if config.reward.terms:
+        scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
+        with contextlib.closing(scorer):
+            scorer.prepare()  # imports the reward functions
     memory = None if options.gpu_memory is None else options.gpu_memory * GIB
     hardware = find_hardware(config, num_gpus=options.gpus, gpu_memory=memory)
     console = Console(soft_wrap=True)

@@ -53,9 +53,10 @@ class Progress:
         """Return step, reward, loss, 1-ESS, tokens/s and time left."""
         elapsed = time.monotonic() - self._start
         left = elapsed / max(step - self._done_at_start, 1) * (self.total - step)
+        reward = metrics.get("reward/mean")
         return (
             f"{self.label}  step {step}/{self.total}"
-            f"  reward {metrics.get('reward/mean', float('nan')):.3f}"
+            f"  reward {'none graded' if reward is None else f'{reward:.3f}'}"
             f"  loss {metrics.get('policy/loss', float('nan')):+.4f}"
             f"  1-ESS {metrics.get('one_minus_ess', float('nan')):.1e}"
             f"  {metrics.get('time/tokens_per_second', 0.0):,.0f} tok/s"

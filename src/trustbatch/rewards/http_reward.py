@@ -42,7 +42,7 @@ class HttpTerm(BatchTerm):
     timeout: float = 60.0
     """seconds that one request may take"""
     deadline: float = 300.0
-    """seconds for a request with all its repetitions"""
+    """seconds for all requests of a batch with their repetitions"""
     batch_size: int = 64
     """completions in a request"""
     token_variable: str | None = None
@@ -53,6 +53,12 @@ class HttpTerm(BatchTerm):
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"http.url = {self.url!r} must start with http:// or https://.")
+        try:
+            _ = parts.port
+        except ValueError:
+            raise ValueError(
+                f"http.url = {self.url!r} has a port that is not a number from 0 to 65535."
+            ) from None
         if self.timeout <= 0 or self.deadline <= 0 or self.batch_size < 1:
             raise ValueError("http.timeout, http.deadline and http.batch_size must be above 0.")
         if self.token_variable is not None and self.token_variable not in os.environ:
@@ -63,11 +69,12 @@ class HttpTerm(BatchTerm):
     def outcomes(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return one outcome a sample; a request that fails is the failure of all in it."""
         found: list[Outcome] = []
+        end = time.monotonic() + self.deadline
         for start in range(0, len(samples), self.batch_size):
-            found += self._request(samples[start : start + self.batch_size])
+            found += self._request(samples[start : start + self.batch_size], end)
         return found
 
-    def _request(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def _request(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
         body = json.dumps(
             {
                 "prompts": [sample.prompt.text for sample in samples],
@@ -75,10 +82,11 @@ class HttpTerm(BatchTerm):
                 "answers": [sample.prompt.answer for sample in samples],
             }
         ).encode()
-        end = time.monotonic() + self.deadline
         wait = FIRST_WAIT
         while True:
             try:
+                if time.monotonic() >= end:
+                    raise _TryAgain("the requests before took all the time")
                 return self._rewards(self._post(body, end), len(samples))
             except _BadAnswer as error:
                 return _all_failed(GradeStatus.FAILED, str(error), len(samples))
@@ -115,7 +123,7 @@ class HttpTerm(BatchTerm):
     def _rewards(self, content: bytes, count: int) -> list[Outcome]:
         try:
             rewards = json.loads(content)["rewards"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise _BadAnswer(
                 f'{self.url} must answer {{"rewards": [...]}}, not {content[:80]!r}'
             ) from None

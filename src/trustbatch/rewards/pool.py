@@ -46,9 +46,11 @@ class GraderPool:
         workers: int,
         time_limit: float,
         memory_limit_gib: float,
+        limit_name: str = "reward.time_limit",
     ) -> None:
         self.workers = workers
         self.time_limit = time_limit
+        self.limit_name = limit_name
         try:
             pickled = pickle.dumps(grade, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # pickle and the objects themselves raise what they like
@@ -62,6 +64,13 @@ class GraderPool:
         self._processes: list[_Process] = []
         self._selector = selectors.DefaultSelector()
         self._deaths_before_ready = 0
+        self._was_ready = False
+
+    def prepare(self) -> None:
+        """Wait for one process that has loaded the grader; raises as `run` does."""
+        while not any(process.is_ready for process in self._processes):
+            self._staff(1)
+            self._answers()
 
     def run(self, items: Sequence[Any]) -> list[Outcome]:
         """Return an outcome for each item; raises NotPortable if no process can load the grader."""
@@ -122,8 +131,10 @@ class GraderPool:
         if outcome is not None and not process.is_ready:
             if outcome.status is not GradeStatus.GRADED:
                 self._end(process)
-                raise NotPortable(outcome.reason)
+                self._refuse_start(outcome.reason)
+                return found
             process.become_ready()
+            self._was_ready = True
             self._deaths_before_ready = 0
         elif outcome is not None and process.item is not None:
             found.append((process.item, outcome))
@@ -134,6 +145,17 @@ class GraderPool:
         if not alive:
             found += self._bury(process)
         return found
+
+    def _refuse_start(self, reason: str) -> None:
+        """The first failure says what the grader is; a later one that its file has changed."""
+        if not self._was_ready:
+            raise NotPortable(reason)
+        self._deaths_before_ready += 1
+        if self._deaths_before_ready >= MAX_STARTS_IN_A_ROW:
+            raise RewardError(
+                f"{self._deaths_before_ready} grading processes in a row could not load the grader "
+                f"({reason}), which others had loaded before: undo what has changed since."
+            )
 
     def _bury(self, process: "_Process") -> list[tuple[int, Outcome]]:
         item, was_ready = process.item, process.is_ready
@@ -158,7 +180,7 @@ class GraderPool:
                 f"A grading process did not load the grader within {START_SECONDS:.0f} seconds: "
                 "make what it imports faster."
             )
-        reason = f"it took longer than {self.time_limit:g} seconds (reward.time_limit)"
+        reason = f"it took longer than {self.time_limit:g} seconds ({self.limit_name})"
         return [(item, Outcome(GradeStatus.TIMED_OUT, reason=reason))]
 
 

@@ -72,6 +72,15 @@ class Scorer:
             replace(group, grades=tuple(next(rest) for _ in group.completions)) for group in groups
         ]
 
+    def prepare(self) -> None:
+        """Load what the terms need in a process, to see whether that can be done."""
+        _, pooled = _divide(self._terms)
+        if pooled.terms:
+            self._in_processes("terms", pooled, [], self.reward.time_limit)
+        for weighted in self._terms:
+            if isinstance(weighted.term, BatchFunctionTerm):
+                self._batch(weighted.label, weighted.term, [])
+
     def close(self) -> None:
         """End all grading processes."""
         for pool in self._pools.values():
@@ -95,7 +104,11 @@ class Scorer:
     def _batch(
         self, label: str, term: BatchFunctionTerm, samples: Sequence[Sample]
     ) -> list[Outcome]:
-        (outcome,) = self._in_processes(label, term, [list(samples)], term.time_limit)
+        batches = [list(samples)] if samples else []
+        found = self._in_processes(f"batch:{label}", term, batches, term.time_limit)
+        if not found:
+            return []
+        (outcome,) = found
         if outcome.status is not GradeStatus.GRADED:
             return [_named(label, outcome)] * len(samples)
         failed = Outcome(GradeStatus.FAILED, reason="it returned something not a finite number")
@@ -120,7 +133,14 @@ class Scorer:
                         workers=self.reward.workers or os.cpu_count() or 1,
                         time_limit=time_limit,
                         memory_limit_gib=self.reward.memory_limit_gib,
+                        limit_name=(
+                            "reward.time_limit"
+                            if isinstance(grade, PooledTerms)
+                            else f"time_limit of the term {name.removeprefix('batch:')}"
+                        ),
                     )
+                if not items:
+                    self._pools[name].prepare()
                 return self._pools[name].run(items)
             except NotPortable as error:
                 self._graded_here.add(name)
@@ -142,7 +162,7 @@ class Scorer:
             grade.prepare()
         except Exception as error:  # whatever an import of a user's module raises
             raise RewardError(
-                f"The grader of task {self.task.name} can't be loaded ({describe(error)}): fix it, "
+                f"The reward of task {self.task.name} can't be loaded ({describe(error)}): fix it, "
                 "and the same command continues the run."
             ) from error
 
@@ -150,15 +170,18 @@ class Scorer:
         """Add the weighted parts, or say why one is missing."""
         for outcome in row:
             if outcome.status is not GradeStatus.GRADED:
-                reward = self.reward.ungraded
-                return Grade(
-                    reward=math.nan if isinstance(reward, str) else reward,
-                    status=outcome.status,
-                    reason=outcome.reason,
-                )
+                return self._ungraded(outcome.status, outcome.reason)
         parts = {label: value for outcome in row for label, value in outcome.value.items()}
         reward = sum(weighted.weight * parts[weighted.label] for weighted in self._terms)
+        if not math.isfinite(reward):
+            return self._ungraded(GradeStatus.FAILED, f"the weighted sum of {parts} is {reward}")
         return Grade(reward=reward, parts=parts if self.reward.terms else {})
+
+    def _ungraded(self, status: GradeStatus, reason: str) -> Grade:
+        reward = self.reward.ungraded
+        return Grade(
+            reward=math.nan if isinstance(reward, str) else reward, status=status, reason=reason
+        )
 
     def _report(self, samples: Sequence[Sample], grades: Sequence[Grade]) -> None:
         """Say what was not graded, and stop where that is asked for or nothing is graded."""

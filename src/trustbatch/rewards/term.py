@@ -47,7 +47,10 @@ class BatchTerm:
 
 def is_finite(value: Any) -> bool:
     """Whether something is a finite number."""
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the floats
+        return False
 
 
 def checked(label: str, value: Any) -> float:

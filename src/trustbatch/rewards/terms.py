@@ -7,7 +7,7 @@ grading processes, so it must be picklable and must not need torch.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from trustbatch.errors import did_you_mean
 from trustbatch.rewards.final_answers import last_box
@@ -134,6 +134,8 @@ class OverlongTerm(Term):
 class FunctionTerm(Term):
     """A function f(prompt, completion, answer) -> float of texts, and `details` if it has that."""
 
+    arguments: ClassVar = ("prompt", "completion", "answer")
+
     path: str
 
     def check(self, *, max_tokens: int | None) -> None:
@@ -142,11 +144,11 @@ class FunctionTerm(Term):
 
     def prepare(self) -> None:
         """Import it."""
-        load_function(self.path)
+        load_function(self.path, *self.arguments)
 
     def grade(self, sample: Sample) -> float:
         """Call it."""
-        function = load_function(self.path)
+        function = load_function(self.path, *self.arguments)
         prompt = sample.prompt
         options = {"details": prompt.details} if takes_details(function) else {}
         return function(prompt.text, sample.completion, prompt.answer, **options)
@@ -155,6 +157,8 @@ class FunctionTerm(Term):
 @dataclass(frozen=True, kw_only=True)
 class BatchFunctionTerm(BatchTerm):
     """A function f(prompts, completions, answers) -> list[float] of lists of texts."""
+
+    arguments: ClassVar = ("prompts", "completions", "answers")
 
     path: str
     time_limit: float = 60.0
@@ -168,12 +172,12 @@ class BatchFunctionTerm(BatchTerm):
 
     def prepare(self) -> None:
         """Import it."""
-        load_function(self.path)
+        load_function(self.path, *self.arguments)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         """Call it with the whole batch; runs in a grading process."""
         values = list(
-            load_function(self.path)(
+            load_function(self.path, *self.arguments)(
                 [sample.prompt.text for sample in samples],
                 [sample.completion for sample in samples],
                 [sample.prompt.answer for sample in samples],
