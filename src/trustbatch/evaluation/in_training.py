@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.config import Config, EvaluationConfig
+from trustbatch.errors import ConfigError
 from trustbatch.evaluation.draw import draw_records
 from trustbatch.evaluation.folder import EvaluationFolder
 from trustbatch.evaluation.outcomes import ProblemOutcome
@@ -58,9 +59,7 @@ class InTrainingEvaluation:
         for task in self.suite:
             for problem in task.problems:  # now, not after hours of training
                 encode_checked(policy, problem, self.sampling.max_tokens)
-        self._scorers = {
-            task.name: Scorer(task.task, config.reward.limits) for task in self.suite
-        }
+        self._scorers = {task.name: Scorer(task.task, config.reward.limits) for task in self.suite}
 
     def before_first_step(self, step: int) -> None:
         """Write how good the policy is before it is trained, if it has not been trained yet."""
@@ -148,7 +147,14 @@ def configured_suite(table: EvaluationConfig) -> list[EvaluatedTask]:
         TaskChoice(entry) if isinstance(entry, str) else TaskChoice(entry.name, entry.options)
         for entry in table.suite
     ]
-    return load_suite(choices, data=table.data, limit=table.limit, num_endless=table.prompts)
+    try:
+        return load_suite(choices, data=table.data, limit=table.limit, num_endless=table.prompts)
+    except ConfigError as error:
+        if "could not be fetched from the hub" not in str(error):
+            raise
+        raise ConfigError(
+            f"{error} For a suite, name a folder of such files with evaluation.data."
+        ) from error
 
 
 def evaluation_metrics(outcomes: Mapping[str, list[ProblemOutcome]]) -> dict[str, float]:

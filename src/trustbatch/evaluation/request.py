@@ -67,7 +67,9 @@ def _engine_tables(overrides: Sequence[str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for override in overrides:
         key = override.removeprefix("--").partition("=")[0]
-        is_known = key in ENGINE_KEYS + GRADER_KEYS or (key.startswith(ENGINE_TABLES) and key != "model.name")
+        is_known = key in ENGINE_KEYS + GRADER_KEYS or (
+            key.startswith(ENGINE_TABLES) and key != "model.name"
+        )
         if not is_known:
             raise ConfigError(
                 f"{override!r} is no option of eval: beside those of --help it takes "
