@@ -23,8 +23,8 @@ from trustbatch.errors import ConfigError
 from trustbatch.policy import encode_prompt
 from trustbatch.tasks import TASKS, ProblemSet, build_task, fit_task, without_overlap
 from trustbatch.tasks.file import FileTask
-from trustbatch.tasks.problems import ProblemTask
 from trustbatch.tasks.overlap import statements_of
+from trustbatch.tasks.problems import ProblemTask
 from trustbatch.tasks.same_problem import words_of
 from trustbatch.tiny import build_tokenizer
 

@@ -251,7 +251,7 @@ class RewardConfig(_Table):
 
     @property
     def limits(self) -> "RewardConfig":
-        """The limits of graders alone, as evaluation has them: a task's grader says what is right."""
+        """The limits alone, for an evaluation: there the task's grader says what is right."""
         return self.model_copy(update={"terms": (), "ungraded": "leave_out"})
 
     @model_validator(mode="after")

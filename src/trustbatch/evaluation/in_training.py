@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.config import Config, EvaluationConfig
-from trustbatch.errors import ConfigError
 from trustbatch.evaluation.draw import draw_records
 from trustbatch.evaluation.folder import EvaluationFolder
 from trustbatch.evaluation.outcomes import ProblemOutcome
@@ -147,14 +146,7 @@ def configured_suite(table: EvaluationConfig) -> list[EvaluatedTask]:
         TaskChoice(entry) if isinstance(entry, str) else TaskChoice(entry.name, entry.options)
         for entry in table.suite
     ]
-    try:
-        return load_suite(choices, data=table.data, limit=table.limit, num_endless=table.prompts)
-    except ConfigError as error:
-        if "could not be fetched from the hub" not in str(error):
-            raise
-        raise ConfigError(
-            f"{error} For a suite, name a folder of such files with evaluation.data."
-        ) from error
+    return load_suite(choices, data=table.data, limit=table.limit, num_endless=table.prompts)
 
 
 def evaluation_metrics(outcomes: Mapping[str, list[ProblemOutcome]]) -> dict[str, float]:
