@@ -23,8 +23,8 @@ from trustbatch.errors import ConfigError
 from trustbatch.policy import encode_prompt
 from trustbatch.tasks import TASKS, ProblemSet, build_task, fit_task, without_overlap
 from trustbatch.tasks.file import FileTask
-from trustbatch.tasks.problems import ProblemTask
 from trustbatch.tasks.overlap import statements_of
+from trustbatch.tasks.problems import ProblemTask
 from trustbatch.tasks.same_problem import words_of
 from trustbatch.tiny import build_tokenizer
 
@@ -353,10 +353,14 @@ def test_what_the_real_training_and_evaluation_files_share() -> None:
     task = local("gsm8k", exclude=evaluations)
     assert len(task.problems) == 7473
     assert list(task.left_out.values()) == [0] * len(evaluations)
-    held_out = {words_of(text): text for file in evaluations for text in statements_of(file, seed=0)}
+    held_out = {
+        words_of(text): text for file in evaluations for text in statements_of(file, seed=0)
+    }
     shared = [words_of(text) for text in local("deepscaler").statements()]
     (only,) = [held_out[words] for words in shared if words in held_out]
-    assert only.startswith(r"The complex numbers $\alpha_1, \alpha_2, \alpha_3$, and $\alpha_4$ are")
+    assert only.startswith(
+        r"The complex numbers $\alpha_1, \alpha_2, \alpha_3$, and $\alpha_4$ are"
+    )
 
 
 def test_long_prompts_are_left_out_by_the_models_tokens(

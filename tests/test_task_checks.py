@@ -17,7 +17,6 @@ from trustbatch.session import configured_task
 from trustbatch.tasks import build_task, check_task
 from trustbatch.types import Prompt, SamplingParams
 
-
 OWN = Path(__file__).parent / "own_task.py"
 
 

@@ -183,6 +183,7 @@ def _gib(text: str) -> float:
 
 def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.config import load_config
+    from trustbatch.evaluation.in_training import configured_suite
     from trustbatch.observe.progress import LiveLine
     from trustbatch.observe.run_folder import RunFolder
     from trustbatch.plan import describe_plan
@@ -192,12 +193,13 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.rewards import Scorer
     from trustbatch.rollout.vllm_engine import require_vllm
     from trustbatch.session import configured_task
-    from trustbatch.tasks import fit_task
+    from trustbatch.tasks import fit_task, without_overlap
 
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # under torchrun the first process speaks for all
     config = load_config(options.config, overrides)
-    task = configured_task(config)
+    suite = configured_suite(config.evaluation)
+    task = without_overlap(configured_task(config), [each.task for each in suite])
     is_elsewhere = options.gpus is not None or options.gpu_memory is not None
     if options.gpus is not None and options.gpu_memory is None and not has_gpu(config):
         raise ConfigError(
@@ -217,6 +219,10 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     console = Console(soft_wrap=True)
     console.print(config.to_toml(), markup=False, highlight=False)
     console.print(describe_plan(config, task, hardware=hardware), markup=False, highlight=False)
+    if suite:
+        sizes = ", ".join(f"{each.name} ({len(each.problems):,} problems)" for each in suite)
+        line = f"Evaluated every {config.evaluation.every} steps on {sizes}."
+        console.print(line, markup=False, highlight=False)
     return 0
 
 

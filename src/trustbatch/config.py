@@ -251,7 +251,7 @@ class RewardConfig(_Table):
 
     @property
     def limits(self) -> "RewardConfig":
-        """The limits of graders alone, as evaluation has them: a task's grader says what is right."""
+        """The limits alone, for an evaluation: there the task's grader says what is right."""
         return self.model_copy(update={"terms": (), "ungraded": "leave_out"})
 
     @model_validator(mode="after")
@@ -468,7 +468,9 @@ def load_config(path: Path | str | None = None, overrides: Sequence[str] = ()) -
     if path is not None:
         file = Path(path)
         if not file.is_file():
-            raise ConfigError(f"There is no configuration file {str(path)!r}: check the path.")
+            inside = file / "config.toml"  # a run folder has its own
+            hint = f"give {str(inside)!r}" if inside.is_file() else "check the path"
+            raise ConfigError(f"There is no configuration file {str(path)!r}: {hint}.")
         try:
             tree = tomllib.loads(file.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -544,6 +546,8 @@ def _sentence(item: Any) -> str:
     if item["type"] in ("model_type", "dict_type"):
         first = next(iter(_known_keys(location)), "name")
         return f"{key} is a table: set {key}.{first}, or another key of it."
+    if key == "evaluation.suite" and item["type"] == "tuple_type":
+        return f"{key} is a list: write {key} = [{json.dumps(item['input'], default=str)}]."
     if item["type"] == "tuple_type" and _known_keys(location):
         return f"{key} is a list of tables: write [[{key}]], in two brackets, above each."
     if item["type"] == "missing":

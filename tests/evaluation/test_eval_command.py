@@ -330,7 +330,16 @@ def test_named_tasks_come_from_a_folder_of_data() -> None:
 def test_an_environment_is_played_and_its_turns_are_kept(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--task", f"{OWN_TASK}:Talk", "--prompts", "4", "--samples", "3", "--max-tokens", "110"]
+    words = [
+        "--task",
+        f"{OWN_TASK}:Talk",
+        "--prompts",
+        "4",
+        "--samples",
+        "3",
+        "--max-tokens",
+        "110",
+    ]
     words += ["--output", str(tmp_path), "--data", str(tmp_path)]  # which has no file of it
     assert run_eval(tiny_folder, *words, "--max-turns", "3") == 0
     folder = tmp_path / "tiny-Talk"

@@ -58,9 +58,7 @@ class InTrainingEvaluation:
         for task in self.suite:
             for problem in task.problems:  # now, not after hours of training
                 encode_checked(policy, problem, self.sampling.max_tokens)
-        self._scorers = {
-            task.name: Scorer(task.task, config.reward.limits) for task in self.suite
-        }
+        self._scorers = {task.name: Scorer(task.task, config.reward.limits) for task in self.suite}
 
     def before_first_step(self, step: int) -> None:
         """Write how good the policy is before it is trained, if it has not been trained yet."""

@@ -15,9 +15,11 @@ _ELEMENTS_LOOKED_AT = 256
 def locate_model(name: str) -> str:
     """Return the newest checkpoint of a run folder; any other name as it is."""
     folder = Path(name)
-    if not (folder / "checkpoints").is_dir():
+    checkpoints = folder / "checkpoints"
+    is_run = checkpoints.is_dir() or (folder / "config.toml").is_file()
+    if not is_run:
         return name
-    checkpoint = newest_checkpoint(folder / "checkpoints")
+    checkpoint = newest_checkpoint(checkpoints) if checkpoints.is_dir() else None
     if checkpoint is None:
         raise ConfigError(f"The run {name} has no checkpoint yet: wait for the first one.")
     return str(checkpoint)

@@ -14,6 +14,7 @@ from trustbatch.evaluation.suite import FILE_ENDINGS, TaskChoice, load_suite
 DEFAULT = SamplingSettings()
 ENGINE_KEYS = ("rollout.max_sequences", "rollout.precision")
 GRADER_KEYS = ("reward.workers", "reward.time_limit", "reward.memory_limit_gib")
+SINGLE_KEYS = ENGINE_KEYS + GRADER_KEYS
 ENGINE_TABLES = ("model.", "rollout.vllm.")
 
 
@@ -67,12 +68,15 @@ def _engine_tables(overrides: Sequence[str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for override in overrides:
         key = override.removeprefix("--").partition("=")[0]
-        is_known = key in ENGINE_KEYS + GRADER_KEYS or (key.startswith(ENGINE_TABLES) and key != "model.name")
+        is_known = key in ENGINE_KEYS + GRADER_KEYS or (
+            key.startswith(ENGINE_TABLES) and key != "model.name"
+        )
         if not is_known:
             raise ConfigError(
                 f"{override!r} is no option of eval: beside those of --help it takes "
                 "--model.KEY=..., --rollout.vllm.KEY=..., --rollout.max_sequences=..., "
-                "--rollout.precision=... and --reward.time_limit=... (workers, memory_limit_gib), as a configuration has them."
+                "--rollout.precision=... and --reward.time_limit=... (workers, memory_limit_gib), as "
+                "a configuration has them."
             )
         apply_override(tree, override)
     return tree

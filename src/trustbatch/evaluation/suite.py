@@ -11,6 +11,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.evaluation.settings import digest
 from trustbatch.tasks import TASKS, Task, build_task
 from trustbatch.tasks.base import ProblemSet
+from trustbatch.tasks.hub import NotFetchedError
 from trustbatch.types import Prompt
 
 PROBLEM_SEED = 1_000_003
@@ -76,6 +77,11 @@ def load_suite(
     for choice in choices:
         try:
             task = _build(choice, data)
+        except NotFetchedError as error:
+            raise ConfigError(
+                f"{choice.name!r} can't be evaluated on: {error.what}: name a folder that has its "
+                "file with evaluation.data (--data), or go online."
+            ) from error
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{choice.name!r} can't be evaluated on: {error}") from error
         name = _label(choice)

@@ -28,6 +28,7 @@ _DASH = "\N{EN DASH}"
 _WARNING_COUNTS = {
     "tokens/nonfinite": "non-finite tokens",
     "steps/skipped": "skipped steps",
+    "dynamic/groups_missing": "places filled with groups of equal rewards",
     "reward/failed": "completions whose grader failed",
     "reward/timed_out": "completions whose grader took too long",
     "reward/out_of_memory": "completions whose grader ran out of memory",

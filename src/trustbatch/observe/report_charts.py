@@ -133,6 +133,14 @@ OTHERS = (
         scale="zero",
     ),
     ChartSpec(
+        "dynamic/groups_missing",
+        "Groups missing",
+        "Places of the batch that dynamic sampling had to fill with groups of equal rewards.",
+        "zero",
+        smoothed=False,
+        expected=False,
+    ),
+    ChartSpec(
         "reward/equal_groups_fraction",
         "Groups without a signal",
         "Share of prompts whose responses all earned the same reward and so teach nothing.",
@@ -147,6 +155,8 @@ OTHERS = (
 )
 
 EVALUATION = re.compile(r"eval/(.+)/pass@1")
+REWARD_PART = re.compile(r"reward/(.+)/mean")
+TASK_PART = re.compile(r"task/(.+)/reward")
 
 RATIO_TITLE = "Ratio quantiles"
 RATIO_READING = (
@@ -171,7 +181,7 @@ def charts_section(runs: Sequence[Run]) -> str:
                 absent.append(spec.title)
         return "\n".join(figures)
 
-    evaluations = drawn(evaluation_specs(runs), SMALL)
+    evaluations = drawn((*evaluation_specs(runs), *part_specs(runs)), SMALL)
     evaluated = f'<div class="charts panels">{evaluations}</div>\n' if evaluations else ""
     lead, panels = drawn(LEADING, LEAD), _ratio_figure(runs, step_axis(x_steps, parts=4), absent)
     others = drawn(OTHERS, SMALL)
@@ -201,6 +211,21 @@ def evaluation_specs(runs: Sequence[Run]) -> list[ChartSpec]:
         )
         for key in keys
         if (found := EVALUATION.fullmatch(key))
+    ]
+
+
+def part_specs(runs: Sequence[Run]) -> list[ChartSpec]:
+    """Return a chart for every part of a reward or of a mixture of tasks."""
+    keys = dict.fromkeys(key for run in runs for row in run.rows for key in row)
+    readings = {
+        REWARD_PART: "Mean of this part of the reward in each step's batch, before its weight.",
+        TASK_PART: "Mean reward of this task's completions in each step's batch.",
+    }
+    return [
+        ChartSpec(key, f"{found[1]}: reward", reading)
+        for pattern, reading in readings.items()
+        for key in keys
+        if (found := pattern.fullmatch(key))
     ]
 
 

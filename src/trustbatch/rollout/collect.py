@@ -60,8 +60,8 @@ def _refuse_repeated(prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         if prompt.id in seen:
             raise ConfigError(
-                f"Two prompts of a batch have the id {prompt.id!r} and would draw the same samples: "
-                "let the task's `prompt(index)` give each draw an id of its own."
+                f"Two prompts of a batch have the id {prompt.id!r} and would draw the same "
+                "samples: let the task's `prompt(index)` give each draw an id of its own."
             )
         seen.add(prompt.id)
 

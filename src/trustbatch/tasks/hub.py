@@ -15,6 +15,14 @@ SHARD = re.compile(r"-\d+-of-(\d+)")
 """in the name of a file that is one of several"""
 
 
+class NotFetchedError(ValueError):
+    """The hub did not answer, or does not have the data."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: give a file with task.path, or go online.")
+        self.what = what
+
+
 @dataclass(frozen=True)
 class HubDataset:
     """Where the splits of a data set lie, e.g. {"train": "main/train-*.parquet"}."""
@@ -61,9 +69,9 @@ class HubDataset:
                 for name in _matching([file.rfilename for file in listed], pattern)
             ] or self._refuse_pattern(pattern)
         except failures as error:
-            raise ValueError(
+            raise NotFetchedError(
                 f"The data set {self.repository} could not be fetched from the hub "
-                f"({_first_line(error)}): give a file with task.path, or go online."
+                f"({_first_line(error)})"
             ) from error
 
     def _refuse_pattern(self, pattern: str) -> list[str]:

@@ -13,7 +13,7 @@ FRACTION = re.compile(r"\\[dtc]frac(?![a-z])")
 
 
 def words_of(text: str) -> str:
-    """Return the words and numbers of a text in lower case: spaces and signs don't matter.
+    r"""Return the words and numbers of a text in lower case: spaces and signs don't matter.
 
     Numbers stay apart from each other: [14, 11, 22] is not [14, 11, 2, 2]. Letters and digits are
     apart too, and layout is left out: "2 x^{3}" is "2x^3", and "\left\{" is "\{".
