@@ -1,5 +1,10 @@
 """Runs on real Ray: generation beside training, which is the synchronous run bit for bit."""
 
+import contextlib
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,7 @@ from safetensors.torch import load_file
 import trustbatch
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
+from trustbatch.observe.run_folder import read_metrics
 
 pytest.importorskip("ray")
 
@@ -93,3 +99,65 @@ def test_any_number_of_engines_trains_as_one_process_does(
     assert [line["rollout/lag_max"] for line in actual.metrics] == [min(s, lag) for s in range(6)]
     assert all(line["cluster/engine_restarts"] == 0 for line in actual.metrics)
     assert not (actual.folder / "weights").exists()
+
+
+def test_batches_are_reused_and_dynamic_sampling_keeps_the_bound(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """With reuse, what differs from the synchronous run is which version drew which batch."""
+    dynamic = {"dynamic_sampling": True, "max_draws": 2}
+    expected = run(tiny_folder, tmp_path / "sync", rollout=dynamic | {"lag": 0})
+    actual = run(tiny_folder, tmp_path / "async", rollout=dynamic, cluster={"max_lag": 1})
+    assert_same(actual, expected)
+
+    reused = run(tiny_folder, tmp_path / "reused", cluster={"max_lag": 2, "reuse": 2})
+    assert [line["rollout/lag_max"] for line in reused.metrics] == [0, 1, 1, 2, 1, 2]
+    samples = [text.replace(f'"step": {n}', "") for n, text in _numbered(rollouts(reused))]
+    assert samples[0] == samples[1] != samples[2] == samples[3] != samples[4] == samples[5]
+
+
+def _numbered(files: dict[str, str]) -> list[tuple[int, str]]:
+    return [(number, files[name]) for number, name in enumerate(sorted(files), start=1)]
+
+
+def actors(kind: str) -> list[int]:
+    """Processes of all actors of a class: Ray names them so."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
+                found.append(int(process.name))
+    return found
+
+
+def kill_meanwhile(folder: Path, plan: list[tuple[int, str, int]]) -> threading.Thread:
+    """Kill so many actors of a kind once so many steps are written down, for each of the plan."""
+
+    def work() -> None:
+        for step, kind, count in plan:
+            deadline = time.monotonic() + 120
+            while len(read_metrics(folder)) < step or len(actors(kind)) < count:
+                assert time.monotonic() < deadline, f"{count} {kind} are not there at step {step}"
+                time.sleep(0.01)
+            for pid in actors(kind)[:count]:
+                os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_killed_engines_and_reward_workers_change_nothing(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    length = {"training": {"steps": 12, "learning_rate": 1e-3}}
+    expected = run(tiny_folder, tmp_path / "sync", rollout={"lag": 1}, **length)
+    plan = [(1, "EngineActor", 1), (2, "RewardActor", 1), (5, "EngineActor", 2)]
+    killer = kill_meanwhile(tmp_path / "async" / "run", plan)
+    cluster = {"engines": 2, "reward_workers": 1, "max_lag": 1}
+    actual = run(tiny_folder, tmp_path / "async", cluster=cluster, **length)
+    killer.join()
+    assert_same(actual, expected)
+    assert actual.metrics[-1]["cluster/engine_restarts"] == 3
+    assert actual.metrics[-1]["cluster/reward_restarts"] == 1
+    assert "reward worker 0 is replaced" in caplog.text

@@ -368,10 +368,6 @@ class ClusterConfig(_Table):
             )
         return self
 
-    def version_for(self, batch: int) -> int:
-        """Return which version draws a batch (from 1): the oldest that its last use allows."""
-        return max(0, batch * self.reuse - 1 - self.max_lag)
-
 
 class Config(_Table):
     """The whole configuration of a training run."""
@@ -434,6 +430,14 @@ class Config(_Table):
             raise ValueError(
                 "rollout.lag is for runs without [cluster]: set cluster.max_lag in its place"
             )
+        if self.cluster is not None and self.rollout.dynamic_sampling:
+            least = 2 * self.cluster.reuse - 1
+            if self.cluster.max_lag < least:
+                raise ValueError(
+                    "rollout.dynamic_sampling keeps groups for the batch after, when they are "
+                    f"older: set cluster.max_lag to {least} at least, or to more if generation "
+                    "shall run beside training"
+                )
         num_sequences = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if self.training.mini_batches > num_sequences:
             raise ValueError(
@@ -451,6 +455,16 @@ class Config(_Table):
         """Temperature of the policy that is optimised, as a number."""
         temperature = self.training.policy_temperature
         return self.rollout.temperature if temperature == "rollout" else float(temperature)
+
+    def version_for(self, batch: int) -> int:
+        """Return which version draws a batch (from 1): the oldest that its last use allows.
+
+        What dynamic sampling has left over of the batch before is older, and must not be too old.
+        """
+        assert self.cluster is not None
+        drawn_before = self.cluster.reuse if self.rollout.dynamic_sampling else 0
+        lag = self.cluster.max_lag - drawn_before
+        return max(0, batch * self.cluster.reuse - 1 - lag)
 
     @property
     def updates_per_canary(self) -> int:

@@ -106,10 +106,6 @@ class EngineFleet:
         found, self._canary = self._canary, {}
         return found
 
-    def metrics(self) -> dict[str, float]:
-        """Return how the engines are doing."""
-        return {"cluster/engine_restarts": float(self.crew.restarts)}
-
     def sleep(self) -> None:
         """Engines go on while the policy is trained: they have processes of their own."""
 

@@ -23,7 +23,8 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
 
     With `cluster.max_lag` = L, the batch trained at version v was drawn by version v - L (by
     version 0 in the first L steps), as the synchronous loop has it with `rollout.lag` = L: who is
-    faster decides about the time that a run takes, and about nothing else.
+    faster decides about the time that a run takes, and about nothing else. Dynamic sampling keeps
+    groups for the batch after, so it draws from a version that is fresher by one batch.
     """
     config, loop, metrics = session.config, session.loop, {}
     session.publish(version=loop.step)
@@ -71,4 +72,10 @@ def refuse_too_old(session: Session, groups: Sequence[RolloutGroup]) -> None:
 
 
 def _cluster_metrics(session: Session) -> dict[str, float]:
-    return session.fleet.metrics() if session.fleet is not None else {}
+    """Count the processes that had to be replaced so far."""
+    if session.fleet is None:
+        return {}
+    return {
+        "cluster/engine_restarts": float(session.fleet.crew.restarts),
+        "cluster/reward_restarts": float(session.scorer.crew.restarts),  # type: ignore,
+    }

@@ -64,7 +64,7 @@ class Drawer:
                 lambda: bool(loop.pending),
                 self._batch_seconds,
                 "trainer_waits_for",
-                f"batch {number} from version {self.cluster.version_for(number)}",
+                f"batch {number} from version {self.session.config.version_for(number)}",
             )
             return loop.pending[0], loop.drawing[0]
 
@@ -81,7 +81,7 @@ class Drawer:
         """
         loop = self.session.loop
         number = self.num_batches
-        while number and self.cluster.version_for(number) >= loop.step:
+        while number and self.session.config.version_for(number) >= loop.step:
             number -= 1
         with self._changed:
             self._await(
@@ -110,7 +110,7 @@ class Drawer:
     def _work(self) -> None:
         try:
             while self.num_drawn < self.num_batches:
-                version = self.cluster.version_for(self.num_drawn + 1)
+                version = self.session.config.version_for(self.num_drawn + 1)
                 with self._changed:
                     self._await(
                         lambda version=version: self._closing or self._version >= version,
