@@ -3,9 +3,12 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
 from trustbatch.observe.run_folder import read_metrics
 
-pytest.importorskip("ray")
+if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
+    pytest.skip("Ray is not installed", allow_module_level=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,6 +83,7 @@ def assert_same(actual: trustbatch.RunResult, expected: trustbatch.RunResult) ->
     assert all(torch.equal(mine[name], others[name]) for name in mine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lag", "cluster"),
     [
@@ -101,6 +106,7 @@ def test_any_number_of_engines_trains_as_one_process_does(
     assert not (actual.folder / "weights").exists()
 
 
+@pytest.mark.slow
 def test_batches_are_reused_and_dynamic_sampling_keeps_the_bound(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -147,6 +153,7 @@ def kill_meanwhile(folder: Path, plan: list[tuple[int, str, int]]) -> threading.
     return thread
 
 
+@pytest.mark.slow
 def test_killed_engines_and_reward_workers_change_nothing(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,3 +168,111 @@ def test_killed_engines_and_reward_workers_change_nothing(
     assert actual.metrics[-1]["cluster/engine_restarts"] == 3
     assert actual.metrics[-1]["cluster/reward_restarts"] == 1
     assert "reward worker 0 is replaced" in caplog.text
+
+
+def descendants(pid: int) -> set[int]:
+    """A process and all that it, or what it started, has started."""
+    parents = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # the name in brackets may hold spaces; the parent is the second field after it
+            parents[int(process.name)] = int(
+                (process / "stat").read_text().rpartition(")")[2].split()[1]
+            )
+    found, size = {pid}, 0
+    while len(found) > size:
+        size = len(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found
+
+
+def listening(pids: set[int]) -> set[tuple[int, str]]:
+    """Process and address of each TCP socket that some processes listen on."""
+    inodes: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                inodes[f"socket:[{fields[9]}]"] = fields[1].rpartition(":")[0]
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = os.readlink(file)
+                    if target in inodes:
+                        found.add((pid, inodes[target]))
+    return found
+
+
+LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+"""127.0.0.1, the same as an IPv6 address, and ::1, as the kernel writes them"""
+
+
+@pytest.mark.slow
+def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopback(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"prompts_per_call": 1}  # ranks of torchrun divide a batch in another way
+    length = {"steps": 3, "learning_rate": 1e-3}
+    config = {
+        "model": {"name": str(tiny_folder), "device": "cpu"},
+        "task": {"name": "arithmetic", "level": 1},
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_tokens": 4,
+            "temperature": 1.1,
+            "lag": 1,
+            **settings,
+        },
+        "training": length,
+        "run": {"folder": str(tmp_path / "sync"), "checkpoint_every": 3, "rollouts_every": 1},
+    }
+    (tmp_path / "config.toml").write_text(parse_config(config).to_toml())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run(
+        [*command, "--nproc-per-node", "2", "-m", "tests.ranks.train", tmp_path / "config.toml"],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        timeout=300,
+        check=True,
+    )
+    seen: set[tuple[int, str]] = set()
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.2):
+            seen.update(listening(descendants(os.getpid())))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        actual = run(
+            tiny_folder,
+            tmp_path / "async",
+            rollout=settings,
+            training=length,
+            cluster={"trainers": 2, "engines": 1, "max_lag": 1},
+        )
+    finally:
+        ended.set()
+        watcher.join()
+    folder = tmp_path / "sync" / "run"
+    expected = trustbatch.RunResult(
+        folder=folder, checkpoint=folder / "checkpoints" / "step-3", metrics=read_metrics(folder)
+    )
+    assert_same(actual, expected)
+    assert {address for _, address in seen} <= set(LOOPBACK)
+    servers = [pid for pid in descendants(os.getpid()) if program(pid) in ("raylet", "gcs_server")]
+    assert len(servers) == 2
+    assert {pid for pid, _ in seen} >= set(servers)
+    for pid in servers:
+        assert b"RAY_USAGE_STATS_ENABLED=0" in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def program(pid: int) -> str:
+    try:
+        return Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]).name
+    except OSError:
+        return ""

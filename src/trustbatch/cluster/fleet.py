@@ -18,7 +18,7 @@ from trustbatch.cluster.publications import (
     SharedMemoryPublisher,
 )
 from trustbatch.config import ClusterConfig, Config
-from trustbatch.errors import EngineError
+from trustbatch.errors import ConfigError, EngineError
 from trustbatch.rollout.canary_reference import CanaryReference
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.in_parts import parts_of
@@ -155,12 +155,22 @@ def _publisher(cluster: ClusterConfig, run: Path) -> Publisher:
 
 
 def gpus_per_engine(config: Config) -> float:
-    """Return how many GPUs each engine asks Ray for."""
+    """Return how many GPUs each engine asks Ray for; refuses what Ray could never place."""
     cluster = config.cluster
     assert cluster is not None
-    if cluster.engine_gpus is not None:
-        return cluster.engine_gpus
-    resources: dict[str, Any] = ray.cluster_resources()
-    if config.model.device == "cpu" or not resources.get("GPU"):
-        return 0.0
-    return float(config.rollout.vllm.tensor_parallel if config.rollout.engine == "vllm" else 1)
+    there = float(ray.cluster_resources().get("GPU", 0.0))
+    if config.model.device == "cpu" or not there:
+        return cluster.engine_gpus or 0.0
+    # a single trainer is the process that started Ray, and has kept its GPU to itself
+    left = there - (cluster.trainers if cluster.trainers > 1 else 0)
+    whole = config.rollout.vllm.tensor_parallel if config.rollout.engine == "vllm" else 1
+    wanted = float(whole) if cluster.engine_gpus is None else cluster.engine_gpus
+    if cluster.engine_gpus is None and cluster.trainers == there == wanted == 1:
+        return 1.0 / cluster.engines  # all on the only one
+    if wanted * cluster.engines > left:
+        raise ConfigError(
+            f"cluster.engines = {cluster.engines} with {wanted:g} GPUs each need more than the "
+            f"{left:g} that {cluster.trainers} trainers leave: lower cluster.engines, "
+            "cluster.trainers or cluster.engine_gpus."
+        )
+    return wanted

@@ -52,7 +52,8 @@ class _SharedTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_SharedTensor":
-        plain = tensor.detach().cpu().contiguous()
+        # always a copy: numpy fixes the size of memory that FSDP wants to give back later
+        plain = tensor.detach().to("cpu", copy=True).contiguous()
         return cls(plain.flatten().view(torch.uint8).numpy(), plain.dtype, tuple(plain.shape))
 
     def tensor(self) -> Tensor:

@@ -24,6 +24,7 @@ LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 HANDED_ON = (
     "GOMP_SPINCOUNT",
     "OMP_WAIT_POLICY",
@@ -76,15 +77,16 @@ def _join(cluster: ClusterConfig) -> None:
                 logging_level=logging.ERROR,
             )
         else:
-            ray.init(
-                address="local",
-                # what is counted is how many processes may run, and all of these shall
-                num_cpus=cluster.trainers + cluster.engines + cluster.reward_workers,
-                num_gpus=torch.cuda.device_count(),
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                log_to_driver=cluster.trainers > 1,
-            )
+            with _own_gpu_hidden(cluster):
+                ray.init(
+                    address="local",
+                    # what is counted is how many processes may run, and all of these shall
+                    num_cpus=cluster.trainers + cluster.engines + cluster.reward_workers,
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    log_to_driver=cluster.trainers > 1,
+                )
+            _refuse_other_than_loopback()
     except (ConnectionError, RuntimeError, TimeoutError) as error:
         where = f"at {cluster.address}" if cluster.address else "on this machine"
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -92,3 +94,33 @@ def _join(cluster: ClusterConfig) -> None:
             f"Ray {where} can't be used ({first}): check cluster.address, or remove it to start "
             "Ray on this machine."
         ) from error
+
+
+def _refuse_other_than_loopback() -> None:
+    """End Ray again if it was imported too early to learn from where it may be reached."""
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    if address != "127.0.0.1":
+        ray.shutdown()
+        raise EngineError(
+            f"Ray was imported before the run and would listen to the network ({address}): import "
+            "it after trustbatch.train, or set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before."
+        )
+
+
+@contextmanager
+def _own_gpu_hidden(cluster: ClusterConfig) -> Iterator[None]:
+    """Keep the first GPU for the training in this process, where there are others for Ray."""
+    if cluster.trainers > 1 or torch.cuda.device_count() < 2:
+        yield
+        return
+    before = os.environ.get(VISIBLE_GPUS)
+    all_gpus = before.split(",") if before else map(str, range(torch.cuda.device_count()))
+    os.environ[VISIBLE_GPUS] = ",".join(list(all_gpus)[1:])
+    try:
+        yield
+    finally:
+        del os.environ[VISIBLE_GPUS]
+        if before is not None:
+            os.environ[VISIBLE_GPUS] = before
