@@ -96,7 +96,8 @@ def _train(config: Config, task: Task | None) -> RunResult:
         config.run.name, config.training.steps, done=session.loop.step, stream=stream
     )
     try:
-        train_sync(session, progress)
+        with session.run.status:
+            train_sync(session, progress)
     finally:
         session.checkpointer.close()
         session.scorer.close()

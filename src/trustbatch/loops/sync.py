@@ -7,6 +7,7 @@ from trustbatch.batching.samples import to_sequences
 from trustbatch.loops.draw import draw_ahead
 from trustbatch.observe.progress import Progress
 from trustbatch.observe.rollout_metrics import rollout_metrics
+from trustbatch.observe.step_status import StepStatus
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.rewards import rewards_of
 from trustbatch.session import Session
@@ -20,12 +21,15 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     that run side by side.
     """
     config, run, loop, metrics = session.config, session.run, session.loop, {}
+    status = StepStatus(run.status, config, step=loop.step)
     session.canary.at_start(version=loop.step)
     for step in range(loop.step + 1, config.training.steps + 1):
         start = time.perf_counter()
+        status.draws()
         num_ahead = min(config.rollout.lag, config.training.steps - step)
         metrics = draw_ahead(session, num_batches=num_ahead + 1)
         groups = loop.pending.popleft()
+        status.trains(buffered_batches=len(loop.pending))
         generated = time.perf_counter()
 
         rewards = rewards_of(groups)
@@ -34,7 +38,7 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         trained_from = time.perf_counter()
         session.engine.sleep()
         with memory_advice(config, session.task, "train"):
-            metrics |= session.trainer.train(to_sequences(groups, advantages))
+            metrics |= session.trainer.train(to_sequences(groups, advantages), version=loop.step)
         loop.step = step
         session.engine.wake()
         session.engine.load_weights(session.policy.named_weights(), version=step)
@@ -44,6 +48,8 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         metrics["time/generate_seconds"] = generated - start
         metrics["time/train_seconds"] = end - trained_from
         metrics["time/step_seconds"] = end - start
+        metrics["time/trainer_busy_share"] = (end - trained_from) / (end - start)
+        metrics["time/generation_busy_share"] = (generated - start) / (end - start)
         num_tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
         metrics["time/tokens_per_second"] = num_tokens / (end - start)
         run.write_metrics(step, metrics)
@@ -52,6 +58,7 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         if step % config.run.checkpoint_every == 0 or step == config.training.steps:
             session.checkpointer.save(loop)
         session.checkpointer.raise_failure()
+        status.trained(step, metrics, num_tokens=loop.num_tokens)
         progress.update(step, metrics)
     session.checkpointer.finish()
     return metrics
