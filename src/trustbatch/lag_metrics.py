@@ -11,6 +11,6 @@ def values_by_lag(metrics: Mapping[str, float], prefix: str) -> dict[int, float]
     found = {
         int(name.removeprefix(prefix)): value
         for name, value in metrics.items()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
     }
     return dict(sorted(found.items()))

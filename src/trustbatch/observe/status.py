@@ -21,6 +21,7 @@ from trustbatch.observe.whole_file import write_whole
 
 FILE_NAME = "status.json"
 LONGEST_ERROR = 2000
+ENGINE_METRICS = "cluster/engine/"
 
 WorkerState = Literal["busy", "idle", "starting", "dead"]
 RunState = Literal["running", "finished", "stopped", "failed"]
@@ -94,8 +95,8 @@ class RunStatus:
             "time/generation_busy_share": self.generation_busy_share,
         }
         for name, engine in self.engines.items():
-            metrics[f"cluster/engine/{name}/tokens_per_second"] = engine.tokens_per_second
-            metrics[f"cluster/engine/{name}/busy_share"] = engine.busy_share
+            metrics[f"{ENGINE_METRICS}{name}/tokens_per_second"] = engine.tokens_per_second
+            metrics[f"{ENGINE_METRICS}{name}/busy_share"] = engine.busy_share
         return metrics
 
 
