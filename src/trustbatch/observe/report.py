@@ -178,7 +178,7 @@ def _summary_row(index: int, run: Run) -> str:
     rewards = run.series("reward/mean")[1]
     numbers = (
         figure(run.option("rollout", "temperature")),
-        figure(run.option("rollout", "lag")),
+        figure(run.option("cluster", "max_lag") or run.option("rollout", "lag")),
         f"{run.steps_done:,} / {_DASH if planned is None else f'{planned:,}'}",
         figure(rewards[0] if rewards else None),
         figure(final_mean(rewards)),

@@ -162,10 +162,9 @@ OTHERS = (
 LAG = ChartSpec(
     "rollout/lag_mean",
     "Lag",
-    "Versions between the policy and the one that drew the batch: the strong line is the mean, the "
-    "faint one the largest of the step.",
+    "Versions between the policy and the one that drew the batch, mean over its completions.",
     scale="zero",
-    ghost="rollout/lag_max",
+    smoothed=False,
 )
 COMPLETIONS_BY_LAG_SPEC = ChartSpec(
     COMPLETIONS_BY_LAG,
@@ -177,8 +176,8 @@ COMPLETIONS_BY_LAG_SPEC = ChartSpec(
 ESS_BY_LAG_SPEC = ChartSpec(
     ONE_MINUS_ESS_BY_LAG,
     "1-ESS by lag",
-    "Median over the steps of 1-ESS of the completions that were so many versions old: what a "
-    "version more costs in trust.",
+    "1-ESS of the completions that were so many versions old, median over the steps that had "
+    "some; a lag that only the first steps had says little.",
     scale="log",
     smoothed=False,
 )
