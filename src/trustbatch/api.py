@@ -101,10 +101,11 @@ def _train(config: Config, task: Task | None) -> RunResult:
         config.run.name, config.training.steps, done=session.loop.step, stream=stream
     )
     try:
-        if config.cluster is None:
-            train_sync(session, progress)
-        else:
-            train_async(session, progress)
+        with session.run.status:
+            if config.cluster is None:
+                train_sync(session, progress)
+            else:
+                train_async(session, progress)
     finally:
         session.checkpointer.close()
         session.scorer.close()

@@ -15,6 +15,8 @@ class LoopState:
     """steps trained so far, which is also the policy's version"""
     num_prompts: int = 0
     """prompts taken from the task so far"""
+    num_tokens: int = 0
+    """tokens drawn since this start of the run; not saved"""
     pending: deque[list[RolloutGroup]] = field(default_factory=deque)
     """graded batches that were not yet trained on, oldest first"""
     drawing: deque[dict[str, float]] = field(default_factory=deque)

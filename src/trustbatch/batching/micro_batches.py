@@ -45,6 +45,8 @@ class MicroBatch:
     """[T, K]"""
     policies: tuple[str, ...]
     """who drew each sequence"""
+    versions: tuple[int, ...]
+    """and with which version of its weights"""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Move every tensor."""
@@ -119,6 +121,7 @@ def _lay_out(units: Bin, pad_token_id: int | None, *, top: int | None) -> MicroB
         top_token_ids=_cat([c.top_token_ids for c in completions], torch.int64, top),
         behaviour_top_logp=_cat([c.behaviour_top_logp for c in completions], torch.float32, top),
         policies=tuple(completion.provenance.policy for completion in completions),
+        versions=tuple(completion.provenance.version for completion in completions),
     )
 
 

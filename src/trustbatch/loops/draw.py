@@ -75,7 +75,7 @@ def _draw_prompts(session: Session) -> list[RolloutGroup]:
     first = session.loop.num_prompts
     prompts = [session.task.prompt(first + i) for i in range(rollout.prompts_per_step)]
     session.loop.num_prompts += len(prompts)
-    return collect(
+    groups = collect(
         session.engine,
         session.policy,
         prompts,
@@ -83,3 +83,5 @@ def _draw_prompts(session: Session) -> list[RolloutGroup]:
         sampling=session.sampling,
         first_group=first,
     )
+    session.loop.num_tokens += sum(len(c.token_ids) for g in groups for c in g.completions)
+    return groups

@@ -29,7 +29,7 @@ def train_on(
     trained_from = time.perf_counter()
     session.engine.sleep()
     with memory_advice(config, session.task, "train"):
-        metrics |= session.trainer.train(to_sequences(groups, advantages))
+        metrics |= session.trainer.train(to_sequences(groups, advantages), version=loop.step)
     loop.step += 1
     session.engine.wake()
     metrics |= session.publish(version=loop.step)
@@ -38,6 +38,7 @@ def train_on(
     metrics["time/generate_seconds"] = generated - started
     metrics["time/train_seconds"] = end - trained_from
     metrics["time/step_seconds"] = end - started
+    metrics["time/trainer_busy_share"] = (end - trained_from) / (end - started)
     num_tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
     metrics["time/tokens_per_second"] = num_tokens / (end - started)
     return metrics, advantages

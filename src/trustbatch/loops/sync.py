@@ -5,6 +5,7 @@ import time
 from trustbatch.loops.draw import draw_ahead
 from trustbatch.loops.step import is_checkpoint_due, train_on, write_down
 from trustbatch.observe.progress import Progress
+from trustbatch.observe.step_status import StepStatus
 from trustbatch.session import Session
 
 
@@ -16,18 +17,25 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     that run side by side (`async_loop.py`).
     """
     config, loop, metrics = session.config, session.loop, {}
+    status = StepStatus(session.run.status, config, step=loop.step)
     session.canary.at_start(version=loop.step)
     while loop.step < config.training.steps:
         started = time.perf_counter()
+        status.draws()
         num_ahead = min(config.rollout.lag, config.training.steps - loop.step - 1)
         draw_ahead(session, num_batches=num_ahead + 1)
         groups, metrics = loop.take_batch()
+        status.trains(buffered_batches=len(loop.pending))
         trained, advantages = train_on(session, groups, started=started)
         metrics |= trained
+        metrics["time/generation_busy_share"] = (
+            metrics["time/generate_seconds"] / metrics["time/step_seconds"]
+        )
         write_down(session, groups, advantages, metrics)
         if is_checkpoint_due(session):
             session.checkpointer.save(loop)
         session.checkpointer.raise_failure()
+        status.trained(loop.step, metrics, num_tokens=loop.num_tokens)
         progress.update(loop.step, metrics)
     session.checkpointer.finish()
     return metrics

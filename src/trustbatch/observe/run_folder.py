@@ -17,6 +17,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trustbatch.config import Config, load_config
 from trustbatch.errors import CheckpointError, ConfigError
+from trustbatch.observe.status import NoStatusFile, StatusFile
+from trustbatch.observe.whole_file import write_whole
 from trustbatch.rollout.records import readable_record
 from trustbatch.types import RolloutGroup
 
@@ -65,21 +67,22 @@ class RunFolder:
         self.config = config
         self.path = config.run.path
         self.checkpoints = self.path / "checkpoints"
+        self.status = StatusFile(self.path)
         self._refuse_other_config()
 
     def start(self, step: int) -> None:
         """Begin or continue after `step`: forget what a killed run wrote beyond it."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
-        _write_whole(self.path / "config.toml", self.config.to_toml())
+        write_whole(self.path / "config.toml", self.config.to_toml())
         environment = json.dumps(describe_environment(), indent=2)
-        _write_whole(self.path / "environment.json", environment + "\n")
+        write_whole(self.path / "environment.json", environment + "\n")
         (self.path / "rollouts").mkdir(exist_ok=True)
         for path in (self.path / "rollouts").glob("step-[0-9]*.jsonl"):
             if path.stem > f"step-{step:06d}":
                 path.unlink()
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
-        _write_whole(self._metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+        write_whole(self._metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         self._metrics = self._metrics_file.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(self.path / "tensorboard", purge_step=step + 1)
 
@@ -109,6 +112,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Flush and close all files, and let others use the folder."""
+        self.status.close()
         self._metrics.close()
         self._tensorboard.close()
         self._lock.close()
@@ -147,13 +151,6 @@ class RunFolder:
             )
 
 
-def _write_whole(file: Path, text: str) -> None:
-    """Replace a file in one go: a kill leaves the old content or the new, never a part."""
-    partial = file.with_name(f".{file.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
-
-
 def _lock(folder: Path) -> TextIO:
     """Keep other processes out of a run folder until the file is closed or the process ends."""
     file = (folder / ".lock").open("w")
@@ -181,6 +178,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 class ReadOnlyRunFolder(RunFolder):
     """The run folder as ranks other than the first see it: they write nothing."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.status = NoStatusFile(self.path)
 
     def start(self, step: int) -> None:
         """Leave it to the first rank."""
