@@ -1,6 +1,7 @@
 """Runs on real Ray: generation beside training, which is the synchronous run bit for bit."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,12 @@ from safetensors.torch import load_file
 import trustbatch
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
+from trustbatch.errors import CanaryError, EngineError
 from trustbatch.observe.run_folder import read_metrics
+from trustbatch.policy import Policy
+from trustbatch.rollout.canary_reference import CanaryNotes
+from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.types import Prompt
 
 if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
     pytest.skip("Ray is not installed", allow_module_level=True)
@@ -168,6 +174,10 @@ def test_killed_engines_and_reward_workers_change_nothing(
     assert actual.metrics[-1]["cluster/engine_restarts"] == 3
     assert actual.metrics[-1]["cluster/reward_restarts"] == 1
     assert "reward worker 0 is replaced" in caplog.text
+    status = json.loads((actual.folder / "status.json").read_text())
+    assert (status["state"], status["step"], status["restarts"]) == ("finished", 12, 4)
+    assert {engine["version"] for engine in status["engines"].values()} <= set(range(12))
+    assert status["lag_counts"] == {"0": 16, "1": 11 * 16}
 
 
 def descendants(pid: int) -> set[int]:
@@ -207,6 +217,46 @@ def listening(pids: set[int]) -> set[tuple[int, str]]:
 
 LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
 """127.0.0.1, the same as an IPv6 address, and ::1, as the kernel writes them"""
+
+
+@pytest.mark.slow
+def test_a_fleet_stops_at_a_false_canary_and_at_deaths_without_end(
+    tiny_folder: Path, policy: Policy
+) -> None:
+    from trustbatch.cluster.fleet import EngineFleet
+
+    tree = {
+        "model": {"name": str(tiny_folder), "device": "cpu"},
+        "task": {"name": "arithmetic"},
+        "cluster": {"engines": 1, "max_restarts": 0},
+    }
+    fleet = EngineFleet(parse_config(tree))
+    prompts = [Prompt(id=text, text=text, answer="") for text in ("1+1=", "12+34=", "7=")]
+    notes = CanaryNotes(policy, prompts, logprob_mode="processed")
+    fleet.expect(notes.note(version=0))
+    fleet.load_weights(policy.named_weights(), version=0)
+    drawn = fleet.generate(notes.requests)
+    expected = NativeEngine(policy, seed=0).generate(notes.requests)
+    assert [int(c.token_ids) for c in drawn] == [int(c.token_ids) for c in expected]
+    assert 0 < fleet.take_canary()["canary/max_abs_logratio"] < 1e-4
+
+    fleet.expect(notes.note(version=1))
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.1)
+    fleet.load_weights(policy.named_weights(), version=1)
+    with pytest.raises(CanaryError, match=r"version 1\) does not sample from the trainer's policy"):
+        fleet.generate(notes.requests)
+    assert {c.provenance.version for c in fleet.at(0).generate(notes.requests)} == {0}
+    fleet.forget_before(1)
+    with pytest.raises(EngineError, match="Version 0 is not published"):
+        fleet.at(0).generate(notes.requests)
+
+    for pid in actors("EngineActor"):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"1 processes in a row .* of engine 0 \(The actor died"):
+        fleet.generate(notes.requests)
+    fleet.close()
 
 
 @pytest.mark.slow

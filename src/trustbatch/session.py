@@ -29,7 +29,9 @@ from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
 
 if TYPE_CHECKING:  # Ray is imported only where a run has [cluster]
+    from trustbatch.cluster.crew import Crew
     from trustbatch.cluster.fleet import EngineFleet
+    from trustbatch.cluster.remote_scorer import RemoteScorer
 
 
 @dataclass(kw_only=True)
@@ -48,6 +50,8 @@ class Session:
     loop: LoopState
     fleet: EngineFleet | None = None
     """engines in processes of their own, with [cluster]; on the first rank only"""
+    reward_crew: Crew | None = None
+    """reward workers, likewise"""
     canary_notes: CanaryNotes | None = None
     """what those engines are checked against"""
 
@@ -107,9 +111,11 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     else:
         engines = _of_fleet(fleet, version=loop.step)
     scorer: GroupScorer = own_scorer
+    reward_crew = None
     try:
-        if fleet is not None:
+        if fleet is not None and fleet.cluster.reward_workers:
             scorer = _open_scorer(config, task, own_scorer)
+            reward_crew = scorer.crew
         elif num_ranks() > 1 and config.cluster is None:
             scorer = SharedScorer(own_scorer)
         canary_prompts = [task.prompt(index) for index in range(NUM_PROMPTS)]
@@ -146,6 +152,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         scorer=scorer,
         loop=loop,
         fleet=fleet,
+        reward_crew=reward_crew,
         canary_notes=notes,
     )
 
@@ -165,10 +172,7 @@ def _of_fleet(fleet: EngineFleet | None, *, version: int) -> Engines:
     return Engines(shared, shared)
 
 
-def _open_scorer(config: Config, task: Task, own: Scorer) -> GroupScorer:
-    assert config.cluster is not None
-    if not config.cluster.reward_workers:
-        return own
+def _open_scorer(config: Config, task: Task, own: Scorer) -> RemoteScorer:
     from trustbatch.cluster.remote_scorer import RemoteScorer
 
     return RemoteScorer(config, task, own)

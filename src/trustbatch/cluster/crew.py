@@ -27,7 +27,8 @@ class Stopped(TrustbatchError):
 class Worker:
     """One place in a crew: the actor that has it now, and what became of those before."""
 
-    name: str
+    kind: str
+    number: int
     actor: Any
     is_ready: bool = False
     restarts: int = 0
@@ -39,11 +40,9 @@ class Worker:
     """what the owner of the crew counts for it"""
 
     @property
-    def state(self) -> str:
-        """What it does at present, in one word."""
-        if self.chunk is not None:
-            return "busy" if self.is_ready else "starting"
-        return "idle"
+    def name(self) -> str:
+        """What it is called where a person reads it."""
+        return f"{self.kind} {self.number}"
 
 
 Work = Callable[[Any, Any], Any]
@@ -76,10 +75,11 @@ class Crew:
         self.work_seconds = work_seconds
         self.max_restarts = max_restarts
         self.deadline_key = deadline_key
-        self.started_at = time.monotonic()
+        self.last_death = ""
+        """who had to be replaced last, and why"""
         self._closed = threading.Event()
         self._working = threading.Lock()  # a batch and, say, an evaluation come one by one
-        self.workers = [Worker(f"{kind} {n}", self._started()) for n in range(size)]
+        self.workers = [Worker(kind, number, self._started()) for number in range(size)]
 
     @property
     def restarts(self) -> int:
@@ -171,7 +171,8 @@ class Crew:
                 " see why in Ray's logs, or raise cluster.max_restarts; the same command continues "
                 "the run."
             ) from error
-        logger.warning("%s is replaced: %s.", worker.name, reason)
+        self.last_death = f"{worker.name} is replaced: {reason}."
+        logger.warning(self.last_death)
         ray.kill(worker.actor)
         worker.restarts += 1
         worker.is_ready = False

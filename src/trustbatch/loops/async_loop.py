@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from trustbatch.errors import EngineError
 from trustbatch.loop_state import LoopState
 from trustbatch.loops.drawer import Drawer
+from trustbatch.loops.live_status import LiveStatus
 from trustbatch.loops.step import is_checkpoint_due, train_on, write_down
 from trustbatch.observe.progress import Progress
 from trustbatch.ranks import from_rank_zero
@@ -30,6 +31,7 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
     session.publish(version=loop.step)
     session.canary.at_start(version=loop.step)
     drawer = Drawer(session) if session.fleet is not None else None
+    status = LiveStatus(session, drawer) if drawer else None
     try:
         while loop.step < config.training.steps:
             started = time.perf_counter()
@@ -37,11 +39,10 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
             groups, metrics = from_rank_zero(drawer.oldest() if drawer else None)
             refuse_too_old(session, groups)
             trained, advantages = train_on(session, groups, started=started)
-            metrics = metrics | trained | _cluster_metrics(session)
-            if drawer:
-                drawer.published(loop.step)
-                if loop.step % drawer.cluster.reuse == 0:
-                    drawer.drop_oldest()
+            metrics = metrics | trained
+            if drawer and status:
+                drawer.trained()
+                metrics |= status.trained(loop.step, metrics)
             write_down(session, groups, advantages, metrics)
             if is_checkpoint_due(session):
                 session.checkpointer.save(drawer.state() if drawer else LoopState(step=loop.step))
@@ -49,9 +50,10 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
             progress.update(loop.step, metrics)
         session.checkpointer.finish()
     finally:
-        if drawer:
+        if drawer and status:
             session.engine.close()  # or the drawer may be waiting for it
             drawer.close()
+            status.close()
     return metrics
 
 
@@ -69,13 +71,3 @@ def refuse_too_old(session: Session, groups: Sequence[RolloutGroup]) -> None:
                     f"is not within cluster.max_lag = {cluster.max_lag} of version "
                     f"{session.loop.step}: report this as a fault of the scheduler."
                 )
-
-
-def _cluster_metrics(session: Session) -> dict[str, float]:
-    """Count the processes that had to be replaced so far."""
-    if session.fleet is None:
-        return {}
-    return {
-        "cluster/engine_restarts": float(session.fleet.crew.restarts),
-        "cluster/reward_restarts": float(session.scorer.crew.restarts),  # type: ignore,
-    }

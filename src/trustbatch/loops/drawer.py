@@ -22,7 +22,7 @@ class Drawer:
 
     Consumes prompts of the task, and versions of the policy that the main thread has published.
     Waits for the version that draws the next batch, which is what keeps it from running ahead.
-    Unblocked by `published`. Produces graded batches, the oldest first, in `session.loop.pending`.
+    Unblocked by `trained`. Produces graded batches, the oldest first, in `session.loop.pending`.
 
     The state of the run changes only when a batch is complete, all at once: a batch that is being
     drawn does not exist yet, and after a resume it is drawn again, to the same tokens.
@@ -49,10 +49,13 @@ class Drawer:
         self._thread = threading.Thread(target=self._work, name="drawer", daemon=True)
         self._thread.start()
 
-    def published(self, version: int) -> None:
-        """Let batches be drawn from a version that the fleet has by now."""
+    def trained(self) -> None:
+        """Let batches be drawn from the version that the fleet has by now, and forget old ones."""
+        loop = self.session.loop
         with self._changed:
-            self._version = version
+            self._version = loop.step
+            if loop.step % self.cluster.reuse == 0:
+                loop.take_batch()
             self._changed.notify_all()
 
     def oldest(self) -> tuple[list[RolloutGroup], dict[str, float]]:
@@ -68,11 +71,6 @@ class Drawer:
             )
             return loop.pending[0], loop.drawing[0]
 
-    def drop_oldest(self) -> None:
-        """Forget a batch that has been trained on for the last time."""
-        with self._changed:
-            self.session.loop.take_batch()
-
     def state(self) -> LoopState:
         """Return what a checkpoint must hold, once nothing of it is still being drawn.
 
@@ -80,9 +78,8 @@ class Drawer:
         there. What the present one draws, it can draw again.
         """
         loop = self.session.loop
-        number = self.num_batches
-        while number and self.session.config.version_for(number) >= loop.step:
-            number -= 1
+        version_for = self.session.config.version_for
+        number = sum(version_for(b) < loop.step for b in range(1, self.num_batches + 1))
         with self._changed:
             self._await(
                 lambda: self.num_drawn >= number,
@@ -121,7 +118,7 @@ class Drawer:
                     if self._closing:
                         return
                 self._draw(version)
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, the main thread raises it
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
