@@ -53,7 +53,8 @@ ROUNDS = (10, 30, 50, 90, 110, 150, 170)
 DRIVER_KILLED = (70, 130)
 
 
-DEADLINE = 900.0
+STALL_SECONDS = 300.0
+"""so long without a step, or with processes that should have ended, is a hang"""
 
 
 def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -94,25 +95,29 @@ def test_two_hundred_steps_among_kills_train_on_every_prompt_as_often_as_undistu
         (tmp_path / f"{name}.toml").write_text(more)
     calm = start(tmp_path / "calm.toml", tmp_path / "log")
     run, log = tmp_path / "chaos" / "run", tmp_path / "log"
-    chance, deadline = random.Random(0), time.monotonic() + DEADLINE
-    rounds, num_killed = list(ROUNDS), 0
+    chance, rounds, num_killed = random.Random(0), list(ROUNDS), 0
     for ends_at in (*DRIVER_KILLED, STEPS + 1):
         driver = start(tmp_path / "chaos.toml", log)
         started: set[int] = set()
-        while driver.poll() is None and len(read_metrics(run)) < ends_at:
+        last_step, deadline = -1, 0.0
+        while driver.poll() is None and last_step < ends_at:
+            step = len(read_metrics(run))
+            if step != last_step:
+                last_step, deadline = step, time.monotonic() + STALL_SECONDS
             assert time.monotonic() < deadline, f"the run hangs: {log.read_text()[-2000:]}"
             started |= descendants(driver.pid)
-            if rounds and len(read_metrics(run)) >= rounds[0]:
+            if rounds and step >= rounds[0]:
                 rounds.pop(0)
                 num_killed += kill_workers(driver.pid, chance)
-            time.sleep(0.02)
+            time.sleep(0.05)
         if ends_at <= STEPS:
             driver.kill()
         assert driver.wait() == (0 if ends_at > STEPS else -signal.SIGKILL), log.read_text()[-2000:]
+        deadline = time.monotonic() + STALL_SECONDS
         while any(command(pid).startswith((b"ray::", b"/")) for pid in started):
             assert time.monotonic() < deadline, "processes outlive the run that they belong to"
             time.sleep(0.1)
-    assert calm.wait(DEADLINE) == 0, log.read_text()[-2000:]
+    assert calm.wait(STALL_SECONDS) == 0, log.read_text()[-2000:]
     assert num_killed >= 20
     restarts = read_metrics(run)[-1]
     assert restarts["cluster/engine_restarts"] + restarts["cluster/reward_restarts"] >= 3

@@ -10,6 +10,7 @@ from trustbatch.cluster.publications import Publication
 from trustbatch.config import Config
 from trustbatch.engines import Engines, open_engines
 from trustbatch.errors import EngineError
+from trustbatch.gpu_memory import let_memory_be_shared
 from trustbatch.policy import quiet_bars
 from trustbatch.rollout.canary_reference import CanaryReference
 from trustbatch.session import load_model
@@ -49,6 +50,8 @@ class EngineActor:
         """Load the model; not before someone waits, who then hears why that is impossible."""
         if self._engines is None:
             config = _on_own_device(self._config)
+            if config.rollout.engine == "native":
+                let_memory_be_shared()
             with quiet_bars():
                 policy = load_model(config).freeze()
             self._engines = open_engines(config, policy, None, version=NOTHING_LOADED)

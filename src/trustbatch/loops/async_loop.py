@@ -28,6 +28,8 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
     groups for the batch after, so it draws from a version that is fresher by one batch.
     """
     config, loop, metrics = session.config, session.loop, {}
+    if loop.step == config.training.steps:
+        return metrics  # or engines would be started for nothing
     session.publish(version=loop.step)
     session.canary.at_start(version=loop.step)
     drawer = Drawer(session) if session.fleet is not None else None
@@ -51,7 +53,8 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
         session.checkpointer.finish()
     finally:
         if drawer and status:
-            session.engine.close()  # or the drawer may be waiting for it
+            session.engine.close()  # or the drawer may be waiting for one of them
+            session.scorer.close()
             drawer.close()
             status.close()
     return metrics
