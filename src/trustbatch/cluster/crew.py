@@ -118,7 +118,8 @@ class Crew:
         missing = len(chunks)
         try:
             while missing:
-                for worker in self.workers:
+                # those that still load their model come last
+                for worker in sorted(self.workers, key=lambda worker: not worker.is_ready):
                     if worker.chunk is None and waiting:
                         worker.chunk = waiting.popleft()
                         worker.since = time.monotonic()

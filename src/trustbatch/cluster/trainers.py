@@ -14,9 +14,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trustbatch.cluster.driver import Train
 from trustbatch.config import Config
-from trustbatch.errors import EngineError, TrustbatchError
+from trustbatch.errors import ConfigError, EngineError, TrustbatchError
 from trustbatch.ranks import joined_ranks
 from trustbatch.tasks import Task
+from trustbatch.tasks.problems import ProblemTask
 
 if TYPE_CHECKING:
     from trustbatch.api import RunResult
@@ -50,6 +51,11 @@ def train_together(config: Config, task: Task | None, train: Train) -> "RunResul
     """Train on `cluster.trainers` ranks; if one of them ends, all do, and a sentence says why."""
     cluster = config.cluster
     assert cluster is not None
+    if isinstance(task, ProblemTask):
+        raise ConfigError(
+            f"The task {task.name!r} leaves its problems behind when it is sent to other trainers: "
+            'give it as a table, such as task={"name": "file", "path": ...}.'
+        )
     uses_gpu = config.model.device != "cpu" and bool(ray.cluster_resources().get("GPU"))
     bundle = {"CPU": 1.0, "GPU": 1.0} if uses_gpu else {"CPU": 1.0}
     group = placement_group([bundle] * cluster.trainers, strategy="PACK")
