@@ -140,9 +140,9 @@ def test_a_broken_trainer_does_not_pass(policy: Policy, tiny_folder: Path) -> No
 
 def test_how_often_by_default(tiny_folder: Path, tmp_path: Path) -> None:
     config = parse_config(tables(tiny_folder, tmp_path))
-    assert config.rollout.updates_per_canary == 10
+    assert config.updates_per_canary == 10
     config = parse_config(tables(tiny_folder, tmp_path, canary_every=3))
-    assert config.rollout.updates_per_canary == 3
+    assert config.updates_per_canary == 3
 
 
 def test_the_coarsest_precision_sets_the_tolerance() -> None:

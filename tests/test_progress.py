@@ -51,3 +51,12 @@ def test_time_left_counts_only_the_steps_of_this_start() -> None:
     progress = Progress("run", 100, done=50, stream=io.StringIO())
     progress._start -= 10.0  # ten seconds for ten steps: forty to go
     assert progress.text(60, METRICS).endswith("0:40 left")
+
+
+def test_lag_and_workers_are_shown_where_there_are_any() -> None:
+    progress = Progress("run", 100, stream=io.StringIO())
+    alone = METRICS | {"rollout/lag_mean": 0.0, "time/trainer_busy_share": 0.5}
+    assert progress.text(60, alone).endswith(" left")
+    assert progress.text(60, METRICS | {"rollout/lag_mean": 1.25}).endswith(" left  lag 1.25")
+    side_by_side = alone | {"rollout/lag_mean": 2.0, "cluster/buffered_batches": 3.0}
+    assert progress.text(60, side_by_side).endswith(" left  lag 2  buffer 3  trainer 50% busy")

@@ -13,6 +13,7 @@ import pytest
 from trustbatch.errors import ConfigError
 from trustbatch.observe import charts
 from trustbatch.observe.report import LONGEST_TEXT, final_mean, write_report
+from trustbatch.observe.report_charts import _medians, _shares, lag_curves
 from trustbatch.observe.report_data import read_runs
 
 LEVELS = {"01": 0.02, "10": 0.5, "50": 1.0, "90": 2.0, "99": 30.0}
@@ -271,6 +272,83 @@ def test_ratio_quantiles_have_one_panel_per_run_that_recorded_them(tmp_path: Pat
     assert [len(page.lines("ratio", kind)) for kind in ("outer", "inner", "line")] == [2, 2, 2]
     labels = [data for tag, data in page.text if tag == "text" and data.startswith("10")]
     assert {"10⁻²", "10⁰", "10²"} <= set(labels)
+
+
+def lagging_rows(**engines: float) -> list[dict[str, Any]]:
+    """Step 1 has lag 0, step 2 has lag 1, and the others have three of lag 2 and one of lag 3."""
+    found = rows(**{"time/trainer_busy_share": 0.8, "cluster/buffered_batches": 1})
+    for row in found:
+        lags = {1: {0: 4}, 2: {1: 4}}.get(row["step"], {2: 3, 3: 1})
+        row |= {f"rollout/completions/lag_{lag}": count for lag, count in lags.items()}
+        row |= {f"one_minus_ess/lag_{lag}": 10.0**-lag * row["step"] for lag in lags if lag}
+        row |= {"rollout/lag_mean": max(lags), "rollout/lag_max": max(lags)}
+        row |= {f"cluster/engine/{name}/busy_share": share for name, share in engines.items()}
+        row |= {f"cluster/engine/{name}/tokens_per_second": 10.0 for name in engines}
+    return found
+
+
+def test_charts_by_lag_have_lags_on_their_axis(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / "a", lagging_rows()), make_run(tmp_path / "b", rows())]
+    page = page_of(tmp_path, *folders)
+    run = read_runs(folders)[0]
+    assert run.by_lag("rollout/completions/lag_") == {
+        0: [4.0],
+        1: [4.0],
+        2: [3.0] * 18,
+        3: [1.0] * 18,
+    }
+    (shares,) = lag_curves([run], "rollout/completions/lag_", _shares)
+    assert shares.values == pytest.approx([0.05, 0.05, 54 / 80, 18 / 80])
+    (ess,) = lag_curves([run], "one_minus_ess/lag_", _medians)
+    # steps 3 to 20 have lags 2 and 3: their median is 11.5
+    assert list(zip(ess.steps, ess.values, strict=True)) == [
+        (1.0, pytest.approx(0.2)),
+        (2.0, pytest.approx(0.115)),
+        (3.0, pytest.approx(0.0115)),
+    ]
+    for metric in ("rollout/completions/lag_", "one_minus_ess/lag_"):
+        (chart,) = [v for tag, v, m in page.elements if v.get("class") == "chart" and m == metric]
+        assert chart["data-x-name"] == "lag"
+        assert str(chart["data-x"]).split()[2:] == ["0.0", "3.0"]
+        assert len(page.lines(metric)) == 1
+    # a dot for each of four lags
+    (dots,) = page.lines("rollout/completions/lag_", "dots")
+    assert (dots.count("M"), dots.count("h.1")) == (4, 4)
+    for metric in ("rollout/lag_mean", "time/trainer_busy_share", "cluster/buffered_batches"):
+        assert len(page.lines(metric)) == 1
+    assert "lag" in [data for tag, data in page.text if tag == "text"]
+
+
+def test_runs_without_lag_or_workers_are_not_asked_for_them(tmp_path: Path) -> None:
+    fresh = {"rollout/completions/lag_0": 4, "rollout/lag_mean": 0.0, "rollout/lag_max": 0.0}
+    page = page_of(tmp_path, make_run(tmp_path / "a", rows(**fresh)))
+    assert not [metric for _, _, metric in page.elements if "lag" in metric]
+    assert "#engines" not in [v.get("href") for _, v, _ in page.elements]
+    (absent,) = [data for _, data in page.text if data.startswith("Not recorded by any")]
+    for title in ("Trainer busy", "Engines busy", "Batches waiting", "Lag"):
+        assert title not in absent
+
+
+def test_engines_and_their_restarts_are_listed(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    data = lagging_rows(**{"engine-0": 0.5, evil: 0.25})
+    data[4]["cluster/engine_restarts"] = 2
+    page = page_of(tmp_path, make_run(tmp_path / "a", data), make_run(tmp_path / "b", rows()))
+    assert [tag for tag, _, _ in page.elements].count("script") == 1
+    heads = [data for tag, data in page.text if tag == "th"]
+    assert heads[heads.index("Engine") :][:5] == [
+        "Engine",
+        "Tokens/s",
+        "Busy share",
+        "engine-0",
+        evil,
+    ]
+    cells = [data for tag, data in page.text if tag == "td"]
+    place = cells.index("10")
+    assert cells[place : place + 4] == ["10", "0.5", "10", "0.25"]
+    remarks = [data for tag, data in page.text if tag == "span"]
+    assert "restarted engines: first at step 5, up to 2" in remarks
+    assert "#engines" in [v.get("href") for _, v, _ in page.elements]
 
 
 def test_truncated_last_line_is_ignored_and_other_damage_is_noted(tmp_path: Path) -> None:

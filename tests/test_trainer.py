@@ -197,7 +197,7 @@ def test_ranks_sum_to_the_undivided_gradient(
         ]
         policy.model.zero_grad()
         anchored = [trainer._anchor(batch, 1) for batch in batches]
-        trainer._accumulate(anchored, from_policy=True, is_mixed=False)
+        trainer._accumulate(anchored, [], from_policy=True)
         grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
         found.append(torch.cat(grads))
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6

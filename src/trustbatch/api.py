@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.config import Config, parse_config
+from trustbatch.loops.async_loop import train_async
 from trustbatch.loops.sync import train_sync
 from trustbatch.observe.progress import LiveLine, Progress
 from trustbatch.observe.run_folder import read_metrics
@@ -70,6 +71,10 @@ def train_config(config: Config, task: Task | None = None) -> RunResult:
 
     Under torchrun every process calls this, and they train together.
     """
+    if config.cluster is not None:
+        from trustbatch.cluster.driver import train_on_cluster
+
+        return train_on_cluster(config, task, _train)
     with joined_ranks(config.model.device):
         return _train(config, task)
 
@@ -97,7 +102,11 @@ def _train(config: Config, task: Task | None) -> RunResult:
         config.run.name, config.training.steps, done=session.loop.step, stream=stream
     )
     try:
-        train_sync(session, progress)
+        with session.run.status:
+            if config.cluster is None:
+                train_sync(session, progress)
+            else:
+                train_async(session, progress)
     finally:
         session.checkpointer.close()
         session.scorer.close()

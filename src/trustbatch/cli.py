@@ -53,6 +53,8 @@ def _run(arguments: list[str]) -> int:
         return _doctor(options, overrides)
     if options.command == "report":
         return _report(options.runs, options.output)
+    if options.command == "status":
+        return _status(Path(options.run), watch=options.watch)
     if options.command == "eval":
         return _eval(options, overrides)
     if options.command == "compare":
@@ -94,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write one HTML page about some runs")
     report.add_argument("runs", nargs="+", help="run folders, e.g. runs/a runs/b")
     report.add_argument("--output", help="the HTML file; report.html of the first run unless given")
+    status = commands.add_parser(
+        "status",
+        help="how a run is doing, from another terminal",
+        epilog="Status 0: it runs or is finished; 1: it was stopped, has failed or is dead; 2: no "
+        "run can be found there.",
+    )
+    status.add_argument("run", help="run folder, e.g. runs/a")
+    status.add_argument("--watch", action="store_true", help="go on showing it until it ends")
     evaluation = commands.add_parser(
         "eval",
         help="pass@k of models on tasks, with intervals",
@@ -289,6 +299,13 @@ def _report(runs: list[str], output: str | None) -> int:
     written = write_report(folders, Path(output) if output else folders[0] / "report.html")
     Console(soft_wrap=True).print(str(written), markup=False, highlight=False)
     return 0
+
+
+def _status(folder: Path, *, watch: bool) -> int:
+    from trustbatch.observe.status_view import show_status, watch_status
+
+    show = watch_status if watch else show_status
+    return show(Console(highlight=False), folder).exit_code
 
 
 def _eval(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -179,6 +179,8 @@ class RolloutConfig(_Table):
     """batches drawn for one step at most, with dynamic sampling"""
     max_sequences: int = Field(default=512, ge=1)
     """sequences decoded at a time"""
+    prompts_per_call: int | None = Field(default=None, ge=1)
+    """prompts in one call of an engine; all, or an equal share for each engine, unless told"""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
     """of the engine's matrix products; "auto" is the policy's"""
     canary_every: int | None = Field(default=None, ge=0)
@@ -207,13 +209,6 @@ class RolloutConfig(_Table):
                 "set that, or remove the table"
             )
         return self
-
-    @property
-    def updates_per_canary(self) -> int:
-        """Every update, but seldom for an engine on the trainer's own parameters: none is sent."""
-        if self.canary_every is not None:
-            return self.canary_every
-        return SHARED_CANARY_EVERY if self.engine == "native" else 1
 
 
 class RewardTermConfig(NamedOptions):
@@ -374,6 +369,49 @@ class RunConfig(_Table):
         return Path(self.folder) / self.name
 
 
+class ClusterConfig(_Table):
+    """[cluster]: generation beside training, in processes of their own, on Ray."""
+
+    engines: int = Field(default=2, ge=1)
+    """rollout engines, each with a copy of the policy"""
+    trainers: int = Field(default=1, ge=1)
+    """processes that train together; a single one is the process that was started"""
+    reward_workers: int = Field(default=1, ge=0)
+    """processes that grade; 0 grades in the first trainer's process"""
+    max_lag: int = Field(default=1, ge=0)
+    """policy versions between drawing and training; 0 takes turns, as without a cluster"""
+    reuse: int = Field(default=1, ge=1)
+    """steps in a row that train on the same batch"""
+    address: str = ""
+    """of an existing Ray cluster; "" starts one that only this machine can reach"""
+    engine_gpus: float | None = Field(default=None, ge=0.0)
+    """GPUs of an engine; what is there is divided unless told"""
+    weight_transfer: Literal["shared_memory", "disk"] = "shared_memory"
+    """how new weights reach the engines: Ray's object store, or files"""
+    transfer_folder: str | None = None
+    """for weights on disk, seen by all machines; a folder of the run unless told"""
+    max_restarts: int = Field(default=3, ge=0)
+    """how often in a row the same work may end with the death of its process"""
+    start_seconds: float = Field(default=900.0, gt=0.0)
+    generate_seconds: float = Field(default=3600.0, gt=0.0)
+    grade_seconds: float = Field(default=3600.0, gt=0.0)
+    train_seconds: float = Field(default=7200.0, gt=0.0)
+
+    @model_validator(mode="after")
+    def _check(self) -> "ClusterConfig":
+        if self.reuse > self.max_lag + 1:
+            raise ValueError(
+                f"cluster.reuse = {self.reuse} trains on a batch when it is {self.reuse - 1} "
+                f"versions old at least: set cluster.max_lag to {self.reuse - 1} or more"
+            )
+        if self.transfer_folder is not None and self.weight_transfer != "disk":
+            raise ValueError(
+                'cluster.transfer_folder is of use only with cluster.weight_transfer = "disk": set '
+                "that, or remove the folder"
+            )
+        return self
+
+
 class Config(_Table):
     """The whole configuration of a training run."""
 
@@ -386,6 +424,8 @@ class Config(_Table):
     objective: NamedOptions = NamedOptions(name="p3o")
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    cluster: ClusterConfig | None = None
+    """generation and training take turns in one process unless there is such a table"""
     run: RunConfig = RunConfig()
 
     @model_validator(mode="before")
@@ -430,6 +470,23 @@ class Config(_Table):
                 f"rollout.policies has one called {self.model.name!r}, as the trained model: give "
                 "it a name of its own"
             )
+        if self.cluster is not None and self.evaluation.every:
+            raise ValueError(
+                "evaluation.every is for runs without [cluster]: remove it, and evaluate the run's "
+                "checkpoints with trustbatch eval"
+            )
+        if self.cluster is not None and self.rollout.lag:
+            raise ValueError(
+                "rollout.lag is for runs without [cluster]: set cluster.max_lag in its place"
+            )
+        if self.cluster is not None and self.rollout.dynamic_sampling:
+            least = 2 * self.cluster.reuse - 1
+            if self.cluster.max_lag < least:
+                raise ValueError(
+                    "rollout.dynamic_sampling keeps groups for the batch after, when they are "
+                    f"older: set cluster.max_lag to {least} at least, or to more if generation "
+                    "shall run beside training"
+                )
         num_sequences = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if self.training.mini_batches > num_sequences:
             raise ValueError(
@@ -447,6 +504,24 @@ class Config(_Table):
         """Temperature of the policy that is optimised, as a number."""
         temperature = self.training.policy_temperature
         return self.rollout.temperature if temperature == "rollout" else float(temperature)
+
+    def version_for(self, batch: int) -> int:
+        """Return which version draws a batch (from 1): the oldest that its last use allows.
+
+        What dynamic sampling has left over of the batch before is older, and must not be too old.
+        """
+        assert self.cluster is not None
+        drawn_before = self.cluster.reuse if self.rollout.dynamic_sampling else 0
+        lag = self.cluster.max_lag - drawn_before
+        return max(0, batch * self.cluster.reuse - 1 - lag)
+
+    @property
+    def updates_per_canary(self) -> int:
+        """Every update, but seldom for an engine on the trainer's own parameters: none is sent."""
+        if self.rollout.canary_every is not None:
+            return self.rollout.canary_every
+        shares_parameters = self.rollout.engine == "native" and self.cluster is None
+        return SHARED_CANARY_EVERY if shares_parameters else 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved tree; keys without a value or an effect are left out."""

@@ -7,6 +7,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.policy import Policy
 from trustbatch.ranks import num_ranks, rank_device, this_rank
 from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.rollout.in_parts import EngineInParts
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.rollout.sampling import policy_seed
@@ -115,13 +116,16 @@ def _build(
             logprob_mode=rollout.logprob_mode,
             trust_remote_code=trust_remote_code,
         )
-    return NativeEngine(
+    engine = NativeEngine(
         policy,
         seed=seed,
         version=version,
         max_sequences=rollout.max_sequences,
         precision=precision,
     )
+    if rollout.prompts_per_call is None:
+        return engine
+    return EngineInParts(engine, prompts_per_call=rollout.prompts_per_call)
 
 
 def load_second_policies(config: Config, trained: Policy) -> list[Policy]:

@@ -24,8 +24,11 @@ DEADLINE = timedelta(hours=1)
 
 
 @contextmanager
-def joined_ranks(device: str) -> Iterator[None]:
-    """Meet the other processes that torchrun started; a process on its own needs nothing."""
+def joined_ranks(device: str, *, meet_at: str | None = None) -> Iterator[None]:
+    """Meet the other processes that torchrun started; a process on its own needs nothing.
+
+    `meet_at` is the URL of a place that is not where torchrun's processes meet.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or dist.is_initialized():
         yield
@@ -33,7 +36,13 @@ def joined_ranks(device: str) -> Iterator[None]:
     uses_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if uses_gpu:
         _take_gpu(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if uses_gpu else "gloo", timeout=DEADLINE)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if uses_gpu else "gloo",
+        init_method=meet_at,
+        rank=int(os.environ["RANK"]),
+        world_size=size,
+        timeout=DEADLINE,
+    )
     yield
     # they stay together for a second run, which could not meet at the same place again; not after
     # an error: others may be waiting in the middle of something, and torchrun ends them

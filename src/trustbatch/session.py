@@ -1,10 +1,13 @@
 """What a training run consists of, built from its configuration or restored from a checkpoint."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trustbatch.config import Config
-from trustbatch.engines import open_engines
+from trustbatch.engines import Engines, open_engines
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_suite
 from trustbatch.gpu_memory import let_memory_be_shared
@@ -14,14 +17,22 @@ from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.policy import Policy, default_precision
 from trustbatch.ranks import num_ranks, rank_device, this_rank
 from trustbatch.rewards import Scorer
+from trustbatch.rewards.shared import GroupScorer, SharedScorer
 from trustbatch.rollout.canary import NUM_PROMPTS, Canary
+from trustbatch.rollout.canary_reference import CanaryNotes
 from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.rollout.shared_engine import SharedEngine
 from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
 from trustbatch.training.checkpoint import newest_checkpoint, restore, unreadable
 from trustbatch.training.checkpointer import Checkpointer
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
+
+if TYPE_CHECKING:  # Ray is imported only where a run has [cluster]
+    from trustbatch.cluster.crew import Crew
+    from trustbatch.cluster.fleet import EngineFleet
+    from trustbatch.cluster.remote_scorer import RemoteScorer
 
 
 @dataclass(kw_only=True)
@@ -36,14 +47,32 @@ class Session:
     trainer: Trainer
     checkpointer: Checkpointer
     run: RunFolder
-    scorer: Scorer
+    scorer: GroupScorer
     evaluation: InTrainingEvaluation
     loop: LoopState
+    fleet: EngineFleet | None = None
+    """engines in processes of their own, with [cluster]; on the first rank only"""
+    reward_crew: Crew | None = None
+    """reward workers, likewise"""
+    canary_notes: CanaryNotes | None = None
+    """what those engines are checked against"""
 
     @property
     def sampling(self) -> SamplingParams:
         """How this run draws tokens."""
         return configured_sampling(self.config, self.policy)
+
+    def publish(self, *, version: int) -> dict[str, float]:
+        """Give the engines the policy as a version, and see that they draw from it."""
+        if self.canary_notes is None:
+            self.engine.load_weights(self.policy.named_weights(), version=version)
+            return self.canary.after_update(version=version)
+        is_due = self.config.updates_per_canary and version % self.config.updates_per_canary == 0
+        reference = self.canary_notes.note(version) if is_due else None
+        if self.fleet is not None:
+            self.fleet.expect(reference)
+        self.engine.load_weights(self.policy.named_weights(), version=version)
+        return {}
 
 
 def open_session(config: Config, task: Task | None = None) -> Session:
@@ -57,12 +86,12 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         task = configured_task(config)
     suite = configured_suite(config.evaluation)
     task = without_overlap(task, [each.task for each in suite])
-    scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
+    own_scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
     run = RunFolder(config) if this_rank() == 0 else ReadOnlyRunFolder(config)
     checkpoint = newest_checkpoint(run.checkpoints)
     policy = _load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
     replica = None
-    if num_ranks() > 1 and config.rollout.engine == "native":
+    if num_ranks() > 1 and config.rollout.engine == "native" and config.cluster is None:
         replica = policy.replica(
             rank_device(config.model.device), precision=config.rollout.precision
         )
@@ -80,16 +109,31 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         reference=reference,
     )
     loop = restore(checkpoint, trainer) if checkpoint else LoopState()
-    engines = open_engines(config, policy, replica, version=loop.step)
+    fleet = _open_fleet(config) if config.cluster is not None and this_rank() == 0 else None
+    if config.cluster is None:
+        engines = open_engines(config, policy, replica, version=loop.step)
+    else:
+        engines = _of_fleet(fleet, version=loop.step)
+    scorer: GroupScorer = own_scorer
+    reward_crew = None
     try:
+        if fleet is not None and fleet.cluster.reward_workers:
+            scorer = _open_scorer(config, task, own_scorer)
+            reward_crew = scorer.crew
+        elif num_ranks() > 1 and config.cluster is None:
+            scorer = SharedScorer(own_scorer)
+        canary_prompts = [task.prompt(index) for index in range(NUM_PROMPTS)]
         canary = Canary(
             engines.trained,
             policy,
-            [task.prompt(index) for index in range(NUM_PROMPTS)],
+            canary_prompts,
             max_tokens=config.rollout.max_tokens,
             logprob_mode=config.rollout.logprob_mode,
-            every=config.rollout.updates_per_canary,
+            every=config.updates_per_canary,
         )
+        notes = None
+        if config.cluster is not None:
+            notes = CanaryNotes(policy, canary_prompts, logprob_mode=config.rollout.logprob_mode)
         # after the canary, whose prompts are the same whenever the run was started
         if isinstance(task, LearningTask) and loop.task:
             task.load_state(loop.task)
@@ -99,6 +143,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         checkpointer = Checkpointer(run.checkpoints, trainer, keep=config.run.keep_checkpoints)
     except BaseException:
         engines.all.close()
+        scorer.close()
         raise
     return Session(
         config=config,
@@ -112,7 +157,31 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         scorer=scorer,
         evaluation=evaluation,
         loop=loop,
+        fleet=fleet,
+        reward_crew=reward_crew,
+        canary_notes=notes,
     )
+
+
+def _open_fleet(config: Config) -> EngineFleet:
+    from trustbatch.cluster.fleet import EngineFleet
+
+    return EngineFleet(config)
+
+
+def _of_fleet(fleet: EngineFleet | None, *, version: int) -> Engines:
+    """Return the fleet as the engine of this rank; other ranks help to gather the weights."""
+    if num_ranks() == 1:
+        assert fleet is not None
+        return Engines(fleet, fleet)
+    shared = SharedEngine(fleet, num_owners=1, version=version)
+    return Engines(shared, shared)
+
+
+def _open_scorer(config: Config, task: Task, own: Scorer) -> RemoteScorer:
+    from trustbatch.cluster.remote_scorer import RemoteScorer
+
+    return RemoteScorer(config, task, own)
 
 
 def configured_sampling(config: Config, policy: Policy) -> SamplingParams:

@@ -9,6 +9,7 @@ import copy
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from trustbatch.ranks import joined_ranks, num_ranks, this_rank
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
-from trustbatch.types import GenerationRequest, SamplingParams, TrainSequence
+from trustbatch.types import Completion, GenerationRequest, SamplingParams, TrainSequence
 
 VARIANTS: dict[str, dict[str, object]] = {name: {} for name in OBJECTIVES} | {
     "p3o top_k": {"kl": "top_k"},
@@ -47,7 +48,7 @@ def main(model: str, output: str) -> None:
                 key = f"{name} {number}"
                 policy = copy.deepcopy(initial)
                 trainer = make_trainer(policy, name.split()[0], options, settings)
-                metrics[key] = [trainer.train(batch) for batch in batches]
+                metrics[key] = [trainer.train(batch, version=2) for batch in batches]
                 parameters[key] = torch.cat(
                     [weight.flatten() for _, weight in policy.named_weights()]
                 )
@@ -94,12 +95,17 @@ def make_batches(policy: Policy) -> list[list[TrainSequence]]:
     sequences = [
         TrainSequence(
             prompt_token_ids=requests[number // 5].token_ids,
-            completion=completion,
+            completion=drawn_at(completion, version=number % 3),
             advantage=math.sin(number),
         )
         for number, completion in enumerate(completions)
     ]
     return [sequences, sequences[3:4], sequences[4:9]]
+
+
+def drawn_at(completion: Completion, *, version: int) -> Completion:
+    """Say of a completion that another version drew it."""
+    return replace(completion, provenance=replace(completion.provenance, version=version))
 
 
 if __name__ == "__main__":

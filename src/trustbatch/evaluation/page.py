@@ -88,7 +88,7 @@ def _figure(name: str, models: Sequence[tuple[str, TaskScores | None]]) -> str:
 
 def _k_axis(num_samples: int) -> Axis:
     ticks = tuple(Tick(float(k), str(k)) for k in shown_ks(num_samples))
-    return Axis(1.0, max(float(num_samples), 1.5), ticks, log=True, title="k")
+    return Axis(1.0, max(float(num_samples), 1.5), ticks, log=True, name="k")
 
 
 def _stylesheet() -> str:

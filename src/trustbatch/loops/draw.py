@@ -3,23 +3,25 @@
 import math
 
 from trustbatch.plan.shortage import memory_advice
-from trustbatch.ranks import done_once
 from trustbatch.rollout.collect import collect
 from trustbatch.session import Session
 from trustbatch.tasks import LearningTask
 from trustbatch.types import RolloutGroup
 
 
-def draw_ahead(session: Session, *, num_batches: int) -> dict[str, float]:
-    """Draw until so many batches are pending; returns how the drawing went, summed over them."""
-    metrics: dict[str, float] = {}
+def draw_ahead(session: Session, *, num_batches: int) -> None:
+    """Draw until so many batches are pending."""
     while len(session.loop.pending) < num_batches:
-        if session.config.rollout.dynamic_sampling:
-            for name, count in _draw_unequal(session).items():
-                metrics[name] = metrics.get(name, 0.0) + count
-        else:
-            session.loop.pending.append(_draw_round(session))
-    return metrics
+        draw_batch(session)
+
+
+def draw_batch(session: Session) -> None:
+    """Append one batch to those that are pending, and how its drawing went."""
+    if session.config.rollout.dynamic_sampling:
+        session.loop.drawing.append(_draw_unequal(session))
+    else:
+        session.loop.pending.append(_draw_round(session))
+        session.loop.drawing.append({})
 
 
 def _draw_unequal(session: Session) -> dict[str, float]:
@@ -61,8 +63,7 @@ def _draw_round(session: Session) -> list[RolloutGroup]:
     config, loop = session.config, session.loop
     with memory_advice(config, session.task, "generate"):
         groups = _draw_prompts(session)
-    # once for all ranks: a grader need not give the same answer twice
-    graded: list[RolloutGroup] = done_once(lambda: session.scorer.score(groups))
+    graded = session.scorer.score(groups)
     if isinstance(session.task, LearningTask):
         session.task.observe(graded)
         loop.task = session.task.state()
@@ -74,7 +75,7 @@ def _draw_prompts(session: Session) -> list[RolloutGroup]:
     first = session.loop.num_prompts
     prompts = [session.task.prompt(first + i) for i in range(rollout.prompts_per_step)]
     session.loop.num_prompts += len(prompts)
-    return collect(
+    groups = collect(
         session.engine,
         session.policy,
         prompts,
@@ -84,3 +85,5 @@ def _draw_prompts(session: Session) -> list[RolloutGroup]:
         first_group=first,
         max_turns=rollout.max_turns,
     )
+    session.loop.num_tokens += sum(len(c.token_ids) for g in groups for c in g.completions)
+    return groups

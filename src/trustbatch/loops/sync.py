@@ -1,14 +1,11 @@
-"""The synchronous loop: generate, score, train, publish; the whole of it is on this screen."""
+"""The synchronous loop: generate, score, train, publish, one after the other."""
 
 import time
 
-from trustbatch.advantages import ADVANTAGES
-from trustbatch.batching.samples import to_sequences
 from trustbatch.loops.draw import draw_ahead
+from trustbatch.loops.step import is_checkpoint_due, train_on, write_down
 from trustbatch.observe.progress import Progress
-from trustbatch.observe.rollout_metrics import rollout_metrics
-from trustbatch.plan.shortage import memory_advice
-from trustbatch.rewards import rewards_of
+from trustbatch.observe.step_status import StepStatus
 from trustbatch.session import Session
 
 
@@ -17,43 +14,30 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
 
     With `rollout.lag` = L, the batch trained at version v was drawn by version v - L (by version 0
     in the first L steps): batches wait in `loop.pending`, as they would between two machines
-    that run side by side.
+    that run side by side (`async_loop.py`).
     """
-    config, run, loop, metrics = session.config, session.run, session.loop, {}
+    config, loop, metrics = session.config, session.loop, {}
+    status = StepStatus(session.run.status, config, step=loop.step)
     session.canary.at_start(version=loop.step)
     session.evaluation.before_first_step(loop.step)
-    for step in range(loop.step + 1, config.training.steps + 1):
-        start = time.perf_counter()
-        num_ahead = min(config.rollout.lag, config.training.steps - step)
-        metrics = draw_ahead(session, num_batches=num_ahead + 1)
-        groups = loop.pending.popleft()
-        generated = time.perf_counter()
-
-        rewards = rewards_of(groups)
-        advantages = ADVANTAGES[config.advantage.name](rewards, **config.advantage.options)
-        metrics |= rollout_metrics(groups, policy=session.policy.name, version=loop.step)
-        trained_from = time.perf_counter()
-        session.engine.sleep()
-        with memory_advice(config, session.task, "train"):
-            metrics |= session.trainer.train(to_sequences(groups, advantages))
-        loop.step = step
-        session.engine.wake()
-        session.engine.load_weights(session.policy.named_weights(), version=step)
-        metrics |= session.canary.after_update(version=step)
-        end = time.perf_counter()
-
-        metrics["time/generate_seconds"] = generated - start
-        metrics["time/train_seconds"] = end - trained_from
-        metrics["time/step_seconds"] = end - start
-        num_tokens = sum(c.num_drawn for group in groups for c in group.completions)
-        metrics["time/tokens_per_second"] = num_tokens / (end - start)
-        metrics |= session.evaluation.after_step(step)
-        run.write_metrics(step, metrics)
-        if step % config.run.rollouts_every == 0 or step in (1, config.training.steps):
-            run.write_rollouts(step, groups, advantages)
-        if step % config.run.checkpoint_every == 0 or step == config.training.steps:
+    while loop.step < config.training.steps:
+        started = time.perf_counter()
+        status.draws()
+        num_ahead = min(config.rollout.lag, config.training.steps - loop.step - 1)
+        draw_ahead(session, num_batches=num_ahead + 1)
+        groups, metrics = loop.take_batch()
+        status.trains(buffered_batches=len(loop.pending))
+        trained, advantages = train_on(session, groups, started=started)
+        metrics |= trained
+        metrics["time/generation_busy_share"] = (
+            metrics["time/generate_seconds"] / metrics["time/step_seconds"]
+        )
+        metrics |= session.evaluation.after_step(loop.step)
+        write_down(session, groups, advantages, metrics)
+        if is_checkpoint_due(session):
             session.checkpointer.save(loop)
         session.checkpointer.raise_failure()
-        progress.update(step, metrics)
+        status.trained(loop.step, metrics, num_tokens=loop.num_tokens)
+        progress.update(loop.step, metrics)
     session.checkpointer.finish()
     return metrics

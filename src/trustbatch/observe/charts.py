@@ -39,8 +39,8 @@ class Axis:
     ticks: tuple[Tick, ...]
     log: bool = False
     clamped: bool = False
-    title: str = "step"
-    """written below a horizontal axis"""
+    name: str = "step"
+    """of what is counted, on a horizontal axis"""
 
     def fraction(self, value: float) -> float:
         """Return where `value` lies between low (0) and high (1), held inside the axis."""
@@ -65,6 +65,8 @@ class Curve:
     ghost: Sequence[float] = ()
     low: Sequence[float] = ()
     high: Sequence[float] = ()
+    marked: bool = False
+    """a dot on every point: there is nothing between them"""
 
 
 @dataclass(frozen=True)
@@ -127,17 +129,17 @@ def linear_axis(values: Iterable[float], *, zero: bool = False, parts: int = 5) 
     return Axis(first * step, last * step, ticks)
 
 
-def step_axis(steps: Iterable[float], parts: int = 6) -> Axis:
+def step_axis(steps: Iterable[float], parts: int = 6, name: str = "step") -> Axis:
     """Return the horizontal axis: it ends at the data, and its ticks are whole steps."""
     low, high = _extent(steps, (0.0, 1.0))
     if low == high:
-        return Axis(low - 1, high + 1, (Tick(low, number_label(low, 1)),))
+        return Axis(low - 1, high + 1, (Tick(low, number_label(low, 1)),), name=name)
     step = max(nice_step(high - low, parts), 1.0)
     first, last = math.ceil(low / step), math.floor(high / step)
     ticks = tuple(
         Tick(index * step, number_label(index * step, step)) for index in range(first, last + 1)
     )
-    return Axis(low, high, ticks)
+    return Axis(low, high, ticks, name=name)
 
 
 def log_axis(
@@ -245,7 +247,10 @@ def line_chart(curves: Sequence[Curve], x: Axis, y: Axis, frame: Frame, label: s
             ghosts += _series(curve.run, curve.label, area)
         limit = MAX_SMOOTH_POINTS if curve.ghost else MAX_POINTS
         points = thin(curve.steps, curve.values, limit)
-        lines += _series(curve.run, curve.label, _path("line", *points, x, y, frame))
+        line = _path("line", *points, x, y, frame)
+        if curve.marked:
+            line += _path("dots", *_apart(*points), x, y, frame)
+        lines += _series(curve.run, curve.label, line)
     # All ghosts lie behind all lines, so that no run's noise covers another's curve.
     return _svg(frame, x, y, label, ghosts + lines)
 
@@ -354,6 +359,12 @@ def _path(
     return f'<path class="{kind}" d="{drawn}"/>' if drawn else ""
 
 
+def _apart(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Put a gap behind every point, so that each is drawn alone."""
+    spread_steps = [step for step in steps for _ in range(2)]
+    return spread_steps, [each for value in values for each in (value, math.nan)]
+
+
 def _area(
     kind: str,
     steps: Sequence[float],
@@ -400,6 +411,7 @@ def _svg(frame: Frame, x: Axis, y: Axis, label: str, body: str) -> str:
     return (
         f'<svg class="chart" viewBox="0 0 {frame.width} {frame.height}" role="img" '
         f'aria-label="{escape(label)}" data-x="{_px(frame.left)} {_px(right)} {x.low!r} {x.high!r}"'
+        f' data-x-name="{escape(x.name)}"'
         f' data-y="{_px(bottom)} {_px(frame.top)} {y.low!r} {y.high!r}"{scale}>'
-        f"{grid}{escape(x.title)}</text>{body}</svg>"
+        f"{grid}{escape(x.name)}</text>{body}</svg>"
     )

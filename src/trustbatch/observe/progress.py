@@ -50,7 +50,7 @@ class Progress:
             self._line.show(self.text(step, metrics), last=step == self.total)
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Return step, reward, loss, 1-ESS, tokens/s and time left."""
+        """Return step, reward, loss, 1-ESS, tokens/s and time left, and how the workers keep up."""
         elapsed = time.monotonic() - self._start
         left = elapsed / max(step - self._done_at_start, 1) * (self.total - step)
         reward = metrics.get("reward/mean")
@@ -60,5 +60,16 @@ class Progress:
             f"  loss {metrics.get('policy/loss', float('nan')):+.4f}"
             f"  1-ESS {metrics.get('one_minus_ess', float('nan')):.1e}"
             f"  {metrics.get('time/tokens_per_second', 0.0):,.0f} tok/s"
-            f"  {int(left) // 60}:{int(left) % 60:02d} left"
+            f"  {int(left) // 60}:{int(left) % 60:02d} left{_of_workers(metrics)}"
         )
+
+
+def _of_workers(metrics: Mapping[str, float]) -> str:
+    """Return the lag where there is one, and who waits for whom where work goes on side by side."""
+    parts = []
+    if lag := metrics.get("rollout/lag_mean"):
+        parts.append(f"lag {lag:.3g}")
+    if "cluster/buffered_batches" in metrics:
+        parts.append(f"buffer {metrics['cluster/buffered_batches']:.0f}")
+        parts.append(f"trainer {metrics.get('time/trainer_busy_share', float('nan')):.0%} busy")
+    return "".join(f"  {part}" for part in parts)

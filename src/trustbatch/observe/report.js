@@ -71,7 +71,7 @@
     const step = Math.round(low + ((x - left) / (right - left)) * (high - low));
     const head = document.createElement("div");
     const hover = chart.closest("[data-hover]")?.dataset.hover;
-    head.textContent = `step ${step}` + (hover ? ` (${hover})` : "");
+    head.textContent = `${chart.dataset.xName} ${step}` + (hover ? ` (${hover})` : "");
     tip.replaceChildren(head, ...rows.map(({ group, nearest }) => {
       const row = document.createElement("div");
       const mark = document.createElement("i");

@@ -16,6 +16,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.observe.charts import swatch
 from trustbatch.observe.report_charts import charts_section
 from trustbatch.observe.report_data import Run, SampleFile, number, read_runs
+from trustbatch.observe.status import ENGINE_METRICS
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
@@ -32,6 +33,8 @@ _WARNING_COUNTS = {
     "reward/failed": "completions whose grader failed",
     "reward/timed_out": "completions whose grader took too long",
     "reward/out_of_memory": "completions whose grader ran out of memory",
+    "cluster/engine_restarts": "restarted engines",
+    "cluster/reward_restarts": "restarted reward workers",
 }
 _SUMMARY_HEADINGS = (
     "Run",
@@ -53,6 +56,7 @@ _POLICY_HEADINGS = {
     "Mean ratio": "ratio_mean",
 }
 """heading and the last part of the metric"""
+_ENGINE_HEADINGS = {"Tokens/s": "tokens_per_second", "Busy share": "busy_share"}
 _SAMPLE_HEADINGS = ("Prompt", "Completion", "Answer", "Reward", "Advantage", "Ending", "Sampled by")
 
 
@@ -73,6 +77,8 @@ def write_report(run_folders: Sequence[Path], output: Path) -> Path:
 def render_report(runs: Sequence[Run]) -> str:
     """Return the page for runs that were already read."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    has_engines = any(run.engines for run in runs)
+    engines_link = '<a href="#engines">Engines</a>' if has_engines else ""
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -82,11 +88,12 @@ def render_report(runs: Sequence[Run]) -> str:
             f"<title>{text(title)} · trustbatch report</title>",
             f"<style>\n{_asset('report.css')}</style>\n</head>\n<body>",
             f"<header><h1>{text(title)}</h1><p>trustbatch run report</p>"
-            '<nav><a href="#summary">Summary</a><a href="#charts">Charts</a>'
+            f'<nav><a href="#summary">Summary</a><a href="#charts">Charts</a>{engines_link}'
             '<a href="#completions">Completions</a><a href="#settings">Settings</a></nav></header>',
             "<main>",
             _summary_section(runs),
             charts_section(runs),
+            *([_engines_section(runs)] if has_engines else []),
             _completions_section(runs),
             _settings_section(runs),
             f"</main>\n<script>\n{_asset('report.js')}</script>\n</body>\n</html>\n",
@@ -172,7 +179,7 @@ def _summary_row(index: int, run: Run) -> str:
     rewards = run.series("reward/mean")[1]
     numbers = (
         figure(run.option("rollout", "temperature")),
-        figure(run.option("rollout", "lag")),
+        figure(run.option("cluster", "max_lag") or run.option("rollout", "lag")),
         f"{run.steps_done:,} / {_DASH if planned is None else f'{planned:,}'}",
         figure(rewards[0] if rewards else None),
         figure(final_mean(rewards)),
@@ -197,6 +204,45 @@ def _objective(run: Run) -> str:
     return f"<strong>{name}</strong>" + (f'<div class="options">{rest}</div>' if rest else "")
 
 
+def _engines_section(runs: Sequence[Run]) -> str:
+    blocks = "\n".join(
+        _details(
+            index,
+            run.name,
+            _means_table(run, "Engine", run.engines, ENGINE_METRICS, _ENGINE_HEADINGS),
+        )
+        for index, run in enumerate(runs)
+        if run.engines
+    )
+    return (
+        '<section id="engines"><h2>Engines</h2><p class="hint">Means over the last tenth of the '
+        f"steps, of engines with processes of their own.</p>\n{blocks}</section>"
+    )
+
+
+def _means_table(
+    run: Run, heading: str, names: Sequence[str], prefix: str, columns: dict[str, str]
+) -> str:
+    """Return one row a name with the final means of the metrics PREFIX NAME/COLUMN."""
+    heads = "".join(
+        f'<th scope="col"{_numeric(place > 0)}>{each}</th>'
+        for place, each in enumerate((heading, *columns))
+    )
+    rows = "\n".join(
+        f'<tr><th scope="row">{text(name)}</th>'
+        + "".join(
+            f'<td class="number">{figure(final_mean(run.series(f"{prefix}{name}/{key}")[1]))}</td>'
+            for key in columns.values()
+        )
+        + "</tr>"
+        for name in names
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>\n"
+    )
+
+
 def _completions_section(runs: Sequence[Run]) -> str:
     blocks = "\n".join(_run_samples(index, run) for index, run in enumerate(runs))
     return (
@@ -215,23 +261,8 @@ def _policy_table(run: Run) -> str:
     """Return what each policy contributed, where second policies drew some completions."""
     if not run.policies:
         return ""
-    heads = "".join(
-        f'<th scope="col"{_numeric(place > 0)}>{heading}</th>'
-        for place, heading in enumerate(("Policy", *_POLICY_HEADINGS))
-    )
-    rows = "\n".join(
-        f'<tr><th scope="row">{text(policy)}</th>'
-        + "".join(
-            f'<td class="number">{figure(final_mean(run.series(f"policy/{policy}/{key}")[1]))}</td>'
-            for key in _POLICY_HEADINGS.values()
-        )
-        + "</tr>"
-        for policy in run.policies
-    )
-    return (
-        "<h4>Policies <small>means over the last tenth of the steps</small></h4>"
-        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n'
-        f"<tbody>\n{rows}\n</tbody></table></div>\n"
+    return "<h4>Policies <small>means over the last tenth of the steps</small></h4>" + _means_table(
+        run, "Policy", run.policies, "policy/", _POLICY_HEADINGS
     )
 
 

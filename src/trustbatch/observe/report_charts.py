@@ -2,10 +2,12 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import median
 
+from trustbatch.lag_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG
 from trustbatch.observe.charts import (
     COLOURS,
     Axis,
@@ -49,10 +51,10 @@ class ChartSpec:
     scale: str = "linear"
     ghost: str = ""
     smoothed: bool = True
-    expected: bool = True
-    """whether the report says so where no run has it"""
     interval: tuple[str, str] | None = None
     """metrics with the ends of an interval around the line"""
+    optional: bool = False
+    """not missed where no run has it"""
 
 
 LEADING = (
@@ -118,7 +120,7 @@ OTHERS = (
         "the step.",
         scale="zero",
         ghost="episode/turns_max",
-        expected=False,
+        optional=True,
     ),
     ChartSpec(
         "ratio/clipped_fraction",
@@ -138,7 +140,7 @@ OTHERS = (
         "Places of the batch that dynamic sampling had to fill with groups of equal rewards.",
         "zero",
         smoothed=False,
-        expected=False,
+        optional=True,
     ),
     ChartSpec(
         "reward/equal_groups_fraction",
@@ -152,6 +154,52 @@ OTHERS = (
         "Tokens of a step over its whole duration, generation and training together.",
         scale="zero",
     ),
+    ChartSpec(
+        "time/trainer_busy_share",
+        "Trainer busy",
+        "Share of a step in which the trainer trained; the rest it waited for completions.",
+        scale="zero",
+        optional=True,
+    ),
+    ChartSpec(
+        "time/generation_busy_share",
+        "Engines busy",
+        "Share of a step in which completions were drawn; the two shares add up to more than 1 "
+        "where drawing and training overlap.",
+        scale="zero",
+        optional=True,
+    ),
+    ChartSpec(
+        "cluster/buffered_batches",
+        "Batches waiting",
+        "Graded batches that wait for the trainer: always 0 means that it waits for them, always "
+        "full that the engines do.",
+        scale="zero",
+        optional=True,
+    ),
+)
+
+LAG = ChartSpec(
+    "rollout/lag_mean",
+    "Lag",
+    "Versions between the policy and the one that drew the batch, mean over its completions.",
+    scale="zero",
+    smoothed=False,
+)
+COMPLETIONS_BY_LAG_SPEC = ChartSpec(
+    COMPLETIONS_BY_LAG,
+    "Completions by lag",
+    "Share of all completions trained on that were so many versions old.",
+    scale="zero",
+    smoothed=False,
+)
+ESS_BY_LAG_SPEC = ChartSpec(
+    ONE_MINUS_ESS_BY_LAG,
+    "1-ESS by lag",
+    "1-ESS of the completions that were so many versions old, median over the steps that had "
+    "some; a lag that only the first steps had says little.",
+    scale="log",
+    smoothed=False,
 )
 
 EVALUATION = re.compile(r"eval/(.+)/pass@1")
@@ -177,7 +225,7 @@ def charts_section(runs: Sequence[Run]) -> str:
             curves = curves_of(spec, runs)
             if curves:
                 figures.append(_figure(spec, curves, step_axis(x_steps), frame))
-            elif spec.expected:
+            elif not spec.optional:
                 absent.append(spec.title)
         return "\n".join(figures)
 
@@ -185,6 +233,8 @@ def charts_section(runs: Sequence[Run]) -> str:
     evaluated = f'<div class="charts panels">{evaluations}</div>\n' if evaluations else ""
     lead, panels = drawn(LEADING, LEAD), _ratio_figure(runs, step_axis(x_steps, parts=4), absent)
     others = drawn(OTHERS, SMALL)
+    if any(max(run.by_lag(COMPLETIONS_BY_LAG), default=0) for run in runs):
+        others += drawn([LAG], SMALL) + _lag_figures(runs)
     missing = (
         f'<p class="hint">Not recorded by any of these runs: {escape(", ".join(absent))}.</p>'
         if absent
@@ -243,6 +293,36 @@ def curves_of(spec: ChartSpec, runs: Sequence[Run]) -> list[Curve]:
             low, high = [], []
         curves.append(Curve(index, run.name, steps, line, *ghost, low, high))
     return curves
+
+
+def lag_curves(
+    runs: Sequence[Run], prefix: str, summary: Callable[[dict[int, list[float]]], list[float]]
+) -> list[Curve]:
+    """Return a curve over lags instead of steps for every run that recorded the metric."""
+    curves: list[Curve] = []
+    for index, run in enumerate(runs):
+        if by_lag := run.by_lag(prefix):
+            lags = [float(lag) for lag in by_lag]
+            curves.append(Curve(index, run.name, lags, summary(by_lag), marked=True))
+    return curves
+
+
+def _shares(by_lag: dict[int, list[float]]) -> list[float]:
+    counts = [sum(values) for values in by_lag.values()]
+    return [count / sum(counts) for count in counts]
+
+
+def _medians(by_lag: dict[int, list[float]]) -> list[float]:
+    return [median(values) for values in by_lag.values()]
+
+
+def _lag_figures(runs: Sequence[Run]) -> str:
+    figures = ""
+    for spec, summary in ((COMPLETIONS_BY_LAG_SPEC, _shares), (ESS_BY_LAG_SPEC, _medians)):
+        if curves := lag_curves(runs, spec.key, summary):
+            lags = [lag for curve in curves for lag in curve.steps]
+            figures += _figure(spec, curves, step_axis([0.0, *lags], name="lag"), SMALL)
+    return figures
 
 
 def value_axis(spec: ChartSpec, curves: Sequence[Curve]) -> Axis:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.errors import ConfigError
+from trustbatch.lag_metrics import values_by_lag
+from trustbatch.observe.status import ENGINE_METRICS
 
 SAMPLES_PER_FILE = 5
 _LARGEST_DRAWN = 1e300  # beyond it, the difference of two values overflows
@@ -54,12 +56,21 @@ class Run:
     @property
     def policies(self) -> list[str]:
         """Names of the policies that drew completions, where there were several."""
-        keys = dict.fromkeys(key for row in self.rows for key in row)
-        return [
-            key.removeprefix("policy/").removesuffix("/share")
-            for key in keys
-            if key.startswith("policy/") and key.endswith("/share")
-        ]
+        return self._names("policy/", "/share")
+
+    @property
+    def engines(self) -> list[str]:
+        """Names of the engines whose speed was recorded, where they had processes of their own."""
+        return self._names(ENGINE_METRICS, "/busy_share")
+
+    def by_lag(self, prefix: str) -> dict[int, list[float]]:
+        """Return the finite values that a metric had for each lag, the smallest lag first."""
+        found: dict[int, list[float]] = {}
+        for row in self.rows:
+            for lag, value in values_by_lag(row, prefix).items():
+                if math.isfinite(number(value)):
+                    found.setdefault(lag, []).append(number(value))
+        return dict(sorted(found.items()))
 
     def option(self, table: str, key: str) -> Any:
         """Return a value of the configuration, or None."""
@@ -78,6 +89,15 @@ class Run:
             if (value := _metric(row, key)) is not _MISSING
         ]
         return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def _names(self, prefix: str, suffix: str) -> list[str]:
+        """Return what stands between the two in the names of metrics."""
+        keys = dict.fromkeys(key for row in self.rows for key in row)
+        return [
+            key.removeprefix(prefix).removesuffix(suffix)
+            for key in keys
+            if key.startswith(prefix) and key.endswith(suffix)
+        ]
 
 
 def number(value: object) -> float:

@@ -1,10 +1,12 @@
 """Numbers about a batch of rollouts."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
+from trustbatch.lag_metrics import COMPLETIONS_BY_LAG
 from trustbatch.rewards import rewards_of
 from trustbatch.types import Completion, FinishReason, Grade, GradeStatus, Role, RolloutGroup
 
@@ -21,7 +23,8 @@ def rollout_metrics(
     completions = [completion for group in groups for completion in group.completions]
     lengths = torch.tensor([c.num_drawn for c in completions], dtype=torch.float64)
     truncated = [c.finish_reason is FinishReason.LENGTH for c in completions]
-    lags = [version - c.provenance.version for c in completions if c.provenance.policy == policy]
+    drawn_by = [c.provenance for c in completions if c.provenance.policy == policy]
+    lags = Counter(version - drawn.version for drawn in drawn_by)
     given = rewards[~rewards.isnan()]
     metrics = {
         "reward/equal_groups_fraction": sum(map(_all_equal, rewards.tolist())) / len(groups),
@@ -30,8 +33,10 @@ def rollout_metrics(
         "response/truncated_fraction": sum(truncated) / len(truncated),
     }
     if lags:
-        metrics["rollout/lag_mean"] = sum(lags) / len(lags)
+        total = sum(lag * count for lag, count in lags.items())
+        metrics["rollout/lag_mean"] = total / sum(lags.values())
         metrics["rollout/lag_max"] = float(max(lags))
+        metrics |= {f"{COMPLETIONS_BY_LAG}{lag}": float(count) for lag, count in lags.items()}
     if len(given):
         metrics["reward/mean"] = float(given.mean())
         metrics["reward/std"] = float(given.std(correction=0))

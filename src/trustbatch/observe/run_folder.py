@@ -18,17 +18,31 @@ from torch.utils.tensorboard import SummaryWriter
 from trustbatch.config import Config, load_config
 from trustbatch.errors import CheckpointError, ConfigError
 from trustbatch.observe.folder_files import lock_folder, write_whole
+from trustbatch.observe.status import NoStatusFile, StatusFile
 from trustbatch.rollout.records import readable_record
 from trustbatch.types import RolloutGroup
 
 MAY_CHANGE = (
     "run.",
     "rollout.max_sequences",
+    "rollout.prompts_per_call",
     "rollout.canary_every",
     "rollout.vllm.start_seconds",
     "rollout.vllm.generate_seconds",
     "rollout.vllm.update_seconds",
     "rollout.vllm.transfer_folder",
+    "cluster.engines",
+    "cluster.trainers",
+    "cluster.reward_workers",
+    "cluster.address",
+    "cluster.engine_gpus",
+    "cluster.weight_transfer",
+    "cluster.transfer_folder",
+    "cluster.max_restarts",
+    "cluster.start_seconds",
+    "cluster.generate_seconds",
+    "cluster.grade_seconds",
+    "cluster.train_seconds",
     "reward.workers",
     "reward.time_limit",
     "reward.memory_limit_gib",
@@ -49,6 +63,7 @@ class RunFolder:
         self.config = config
         self.path = config.run.path
         self.checkpoints = self.path / "checkpoints"
+        self.status = StatusFile(self.path)
         self._refuse_other_config()
 
     def start(self, step: int) -> None:
@@ -100,6 +115,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Flush and close all files, and let others use the folder."""
+        self.status.close()
         self._metrics.close()
         self._tensorboard.close()
         self._lock.close()
@@ -153,6 +169,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 class ReadOnlyRunFolder(RunFolder):
     """The run folder as ranks other than the first see it: they write nothing."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.status = NoStatusFile(self.path)
 
     def start(self, step: int) -> None:
         """Leave it to the first rank."""

@@ -55,19 +55,13 @@ class Scorer:
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with a grade for every completion."""
-        samples = [
-            Sample(
-                prompt=group.prompt,
-                completion=completion.text,
-                num_tokens=len(completion.token_ids),
-                turns=completion.turns,
-            )
-            for group in groups
-            for completion in group.completions
-        ]
-        grades = self._grades(samples)
-        self._report(samples, grades)
-        rest = iter(grades)
+        graded_groups = self.grade(groups)
+        self.report(graded_groups)
+        return graded_groups
+
+    def grade(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Grade every completion, and leave it to `report` to say what could not be graded."""
+        rest = iter(self._grades(_samples(groups)))
         return [
             replace(group, grades=tuple(next(rest) for _ in group.completions)) for group in groups
         ]
@@ -80,6 +74,15 @@ class Scorer:
         for weighted in self._terms:
             if isinstance(weighted.term, BatchFunctionTerm):
                 self._batch(weighted.label, weighted.term, [])
+
+    def report(self, groups: Sequence[RolloutGroup]) -> None:
+        """Say what of a graded batch has no grade; stop if that is asked for, or nothing has."""
+        self._report(_samples(groups), [grade for group in groups for grade in group.grades])
+
+    @property
+    def needs_whole_batches(self) -> bool:
+        """Whether a term compares all completions of a batch, so that it can't be divided."""
+        return any(isinstance(weighted.term, BatchFunctionTerm) for weighted in self._terms)
 
     def close(self) -> None:
         """End all grading processes."""
@@ -212,6 +215,19 @@ class Scorer:
                 f"No completion of the last {self._ungraded_batches} batches could be graded, the "
                 f"last of {first}; fix the grader, and the same command continues the run."
             )
+
+
+def _samples(groups: Sequence[RolloutGroup]) -> list[Sample]:
+    return [
+        Sample(
+            prompt=group.prompt,
+            completion=completion.text,
+            num_tokens=len(completion.token_ids),
+            turns=completion.turns,
+        )
+        for group in groups
+        for completion in group.completions
+    ]
 
 
 def _build_terms(task: Task, reward: RewardConfig, max_tokens: int | None) -> list[_Weighted]:

@@ -21,6 +21,7 @@ from trustbatch.types import (
     Completion,
     GenerationRequest,
     Prompt,
+    Provenance,
     SamplingParams,
     TrainSequence,
 )
@@ -94,21 +95,12 @@ class Canary:
     def check(self, version: int) -> dict[str, float]:
         """Return how far engine and trainer are apart; stop the run where it is too far."""
         completions = self.engine.generate(self.requests)
-        difference = self._difference(completions).abs()
-        mean, largest = float(difference.mean()), float(difference.max())
-        drawn_by = completions[0].provenance
-        tolerance = _tolerance(drawn_by.precision, self.policy.precision)
-        within = mean <= tolerance.mean and largest <= tolerance.largest  # False for NaN
-        if drawn_by.version != version or not within:
-            raise CanaryError(
-                f"The engine ({drawn_by.engine}, {drawn_by.precision}, version {drawn_by.version}) "
-                f"does not sample from the trainer's policy ({self.policy.precision}, version "
-                f"{version}): their log-probs of the same {len(difference)} tokens differ by "
-                f"{mean:.2g} on average and {largest:.2g} at most, where rounding explains "
-                f"{tolerance.mean:g} and {tolerance.largest:g}; `trustbatch doctor` with the same "
-                "configuration looks for the cause."
-            )
-        return {"canary/mean_abs_logratio": mean, "canary/max_abs_logratio": largest}
+        return judge(
+            self._difference(completions),
+            completions[0].provenance,
+            precision=self.policy.precision,
+            version=version,
+        )
 
     def _difference(self, completions: Sequence[Completion]) -> Tensor:
         """Return trainer minus engine for every token, [T]."""
@@ -131,6 +123,30 @@ class Canary:
         with torch.no_grad():
             logp = token_logprobs(self.policy, batch, temperature=1.0).logp
         return logp - batch.behaviour_logp
+
+
+def judge(
+    difference: Tensor, drawn_by: Provenance, *, precision: str, version: int
+) -> dict[str, float]:
+    """Return how far engine and trainer are apart, from trainer minus engine for every token [T].
+
+    Where that is more than rounding explains, the run is stopped. `precision` and `version` are the
+    trainer's.
+    """
+    difference = difference.abs()
+    mean, largest = float(difference.mean()), float(difference.max())
+    tolerance = _tolerance(drawn_by.precision, precision)
+    within = mean <= tolerance.mean and largest <= tolerance.largest  # False for NaN
+    if drawn_by.version != version or not within:
+        raise CanaryError(
+            f"The engine ({drawn_by.engine}, {drawn_by.precision}, version {drawn_by.version}) "
+            f"does not sample from the trainer's policy ({precision}, version "
+            f"{version}): their log-probs of the same {len(difference)} tokens differ by "
+            f"{mean:.2g} on average and {largest:.2g} at most, where rounding explains "
+            f"{tolerance.mean:g} and {tolerance.largest:g}; `trustbatch doctor` with the same "
+            "configuration looks for the cause."
+        )
+    return {"canary/mean_abs_logratio": mean, "canary/max_abs_logratio": largest}
 
 
 def _tolerance(*precisions: str) -> Tolerance:

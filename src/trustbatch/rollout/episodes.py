@@ -13,7 +13,6 @@ from torch import Tensor
 from trustbatch.environments.base import Environment
 from trustbatch.errors import ReplyError
 from trustbatch.policy import Policy
-from trustbatch.ranks import done_once
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.replies import ReplyEncoder
 from trustbatch.types import (
@@ -48,8 +47,8 @@ def play(
     encoders = _Encoders(policy)
     running = [episode for of_group in episodes for episode in of_group]
     for turn in range(1, max_turns + 1):
-        # once for all ranks: they must not disagree about who goes on
-        answers = done_once(lambda running=running: [_ask(environment, each) for each in running])
+        # every rank asks for itself: a reply is a pure function of the conversation
+        answers = [_ask(environment, episode) for episode in running]
         for episode, answer in zip(running, answers, strict=True):
             if answer is None:
                 episode.finish_reason = episode.last_turn.finish_reason

@@ -89,6 +89,7 @@ def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
             step=int(state["step"]),
             num_prompts=int(state["num_prompts"]),
             pending=deque(pending),
+            drawing=deque(state["drawing"]),
             spare=[group_from_record(json.loads(line)) for line in lines],
             task=dict(state["task"]),
         )

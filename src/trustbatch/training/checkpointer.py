@@ -112,6 +112,7 @@ class Checkpointer:
                 "step": loop.step,
                 "num_prompts": loop.num_prompts,
                 "task": copy.deepcopy(loop.task),
+                "drawing": list(loop.drawing),
                 "model": trainer.policy.name,
                 "frozen_sum": frozen_sum(trainer.policy),
                 "num_optimiser_steps": trainer.num_optimiser_steps,

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from trustbatch.objectives import TokenBatch
 from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
 from trustbatch.objectives.metrics import Mean, Metrics
+from trustbatch.training.ratio_groups import moments_by_label
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,9 @@ class PolicyRatios:
         }
 
 
-@torch.no_grad()
 def policy_ratios(tokens: TokenBatch, policies: Sequence[str]) -> Metrics:
     """Measure the tokens of each policy apart; `policies` [B] says who drew which sequence."""
-    log_ratio = tokens.logp - tokens.behaviour_logp
-    measurable = tokens.measurable()
-    metrics: Metrics = {}
-    for policy in dict.fromkeys(policies):
-        is_own = torch.tensor([name == policy for name in policies], device=log_ratio.device)
-        own = log_ratio[is_own[tokens.sequence] & measurable]
-        metrics[f"policy/{policy}"] = PolicyRatios(RatioMoments.of(own))
-    return metrics
+    return {
+        f"policy/{policy}": PolicyRatios(moments)
+        for policy, moments in moments_by_label(tokens, policies).items()
+    }

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_ste
 from trustbatch.policy import Policy
 from trustbatch.ranks import gathered, num_ranks, summed, this_rank, whole
 from trustbatch.training.graph_room import GraphRoom
+from trustbatch.training.lag_ratios import lag_ratios, lags_of
 from trustbatch.training.layer_calls import compile_layers, recompute_layers
 from trustbatch.training.logprobs import EntropyUse, TokenLogprobs, token_logprobs
 from trustbatch.training.optimiser import (
@@ -29,6 +30,7 @@ from trustbatch.training.sharding import refuse_useless_offload
 from trustbatch.types import TrainSequence
 
 MAX_CONSECUTIVE_SKIPS = 5
+_Measure = Callable[[TokenBatch, MicroBatch], Metrics]
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,19 @@ class Trainer:
         self.num_optimiser_steps = 0
         self.num_consecutive_skips = 0
 
-    def train(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Update the policy on one batch of rollouts; returns the metrics of all its steps."""
+    def train(
+        self, sequences: Sequence[TrainSequence], *, version: int | None = None
+    ) -> dict[str, float]:
+        """Update the policy on one batch of rollouts; returns the metrics of all its steps.
+
+        With the `version` of the policy now, what it drew at earlier ones is also measured by lag.
+        """
         if not sequences:  # no completion of the batch could be graded
             num_skipped = self.config.passes * self.config.mini_batches
             self.num_optimiser_steps += num_skipped
             return {"steps/skipped": float(num_skipped)}
         steps: list[Metrics] = []
-        is_mixed = len({sequence.completion.provenance.policy for sequence in sequences}) > 1
+        apart = self._apart(sequences, version)
         for pass_number in range(self.config.passes):
             seed = f"{self.seed}:{self.num_optimiser_steps}:{pass_number}"
             parts = [
@@ -99,19 +106,29 @@ class Trainer:
             ]
             # the proximal policy is the one at the start of the pass: all anchors come first
             anchored = [[self._anchor(batch, len(parts)) for batch in part] for part in parts]
-            steps += [self._optimiser_step(part, is_mixed=is_mixed) for part in anchored]
+            steps += [self._optimiser_step(part, apart) for part in anchored]
         return average_over_steps(steps)
 
-    def _optimiser_step(self, parts: Sequence[_Anchored], *, is_mixed: bool) -> Metrics:
+    def _apart(self, sequences: Sequence[TrainSequence], version: int | None) -> list[_Measure]:
+        """Return what measures parts of the batch, where it has several or old ones."""
+        measures: list[_Measure] = []
+        name = self.policy.name
+        if len({sequence.completion.provenance.policy for sequence in sequences}) > 1:
+            measures.append(lambda tokens, batch: policy_ratios(tokens, batch.policies))
+        if version is not None and lags_of(sequences, policy=name, version=version) - {0}:
+            measures.append(functools.partial(lag_ratios, policy=name, version=version))
+        return measures
+
+    def _optimiser_step(self, parts: Sequence[_Anchored], apart: Sequence[_Measure]) -> Metrics:
         """Accumulate the gradient of all micro-batches, then step once, or not at all."""
         learning_rate = self._set_learning_rate()
         from_policy = self.objective.totals_need_policy
-        totals, outputs = self._accumulate(parts, from_policy=from_policy, is_mixed=is_mixed)
+        totals, outputs = self._accumulate(parts, apart, from_policy=from_policy)
         counted = sum(gathered(sum(output.num_tokens for output in outputs)))
         if counted != int(totals.num_tokens):
             # the policy itself gave a non-finite log-prob, which the data could not foretell
             self.optimiser.zero_grad(set_to_none=True)
-            totals, outputs = self._accumulate(parts, from_policy=True, is_mixed=is_mixed)
+            totals, outputs = self._accumulate(parts, apart, from_policy=True)
         parameters = [parameter for _, parameter in self.policy.trained_parameters()]
         norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip))
         loss = summed(torch.stack([output.loss.detach() for output in outputs]).sum())
@@ -129,7 +146,7 @@ class Trainer:
         return metrics
 
     def _accumulate(
-        self, parts: Sequence[_Anchored], *, from_policy: bool, is_mixed: bool
+        self, parts: Sequence[_Anchored], apart: Sequence[_Measure], *, from_policy: bool
     ) -> tuple[Totals, list[ObjectiveOutput]]:
         """Add up the gradient of all micro-batches, each weighed by the totals of the step."""
         held = self._hold(parts) if from_policy or len(parts) == 1 else {}
@@ -141,8 +158,8 @@ class Trainer:
                 tokens = self._tokens(part)
             output = self.objective(tokens, totals)
             output.loss.backward()
-            if is_mixed:
-                output.metrics.update(policy_ratios(tokens, part.batch.policies))
+            for measure in apart:
+                output.metrics.update(measure(tokens, part.batch))
             outputs.append(output)
             del tokens  # or its graph lives on beside the next
         return totals, outputs

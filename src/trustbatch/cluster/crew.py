@@ -1,0 +1,191 @@
+"""A crew: actors of one kind that work off a list of chunks, whoever of them dies meanwhile."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+from trustbatch.errors import EngineError, TrustbatchError
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 1.0
+"""seconds between looks at deadlines, and at whether the run has been stopped"""
+
+
+class Stopped(TrustbatchError):
+    """The crew was closed while it worked."""
+
+
+@dataclass
+class Worker:
+    """One place in a crew: the actor that has it now, and what became of those before."""
+
+    kind: str
+    number: int
+    actor: Any
+    is_ready: bool = False
+    restarts: int = 0
+    chunk: int | None = None
+    """what it works on"""
+    since: float = 0.0
+    busy_seconds: float = 0.0
+    notes: dict[str, float] = field(default_factory=dict)
+    """what the owner of the crew counts for it"""
+
+    @property
+    def name(self) -> str:
+        """What it is called where a person reads it."""
+        return f"{self.kind} {self.number}"
+
+
+Work = Callable[[Any, Any], Any]
+Note = Callable[[Worker, Any], None]
+
+
+class Crew:
+    """Deals chunks of work to idle actors and puts the results back in order.
+
+    An actor that dies, or is silent beyond its deadline, is replaced by a new one, and its chunk is
+    queued again, once for each death: before all others, since they waited for less. A chunk whose
+    actors die more than `max_restarts` times ends the run. Errors that the work itself raises are
+    raised here.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        start: Callable[[], Any],
+        *,
+        size: int,
+        start_seconds: float,
+        work_seconds: float,
+        max_restarts: int,
+        deadline_key: str,
+    ) -> None:
+        self.kind = kind
+        self._start = start
+        self.start_seconds = start_seconds
+        self.work_seconds = work_seconds
+        self.max_restarts = max_restarts
+        self.deadline_key = deadline_key
+        self.last_death = ""
+        """who had to be replaced last, and why"""
+        self._closed = threading.Event()
+        self._working = threading.Lock()  # a batch and, say, an evaluation come one by one
+        self.workers = [Worker(kind, number, self._started()) for number in range(size)]
+
+    @property
+    def restarts(self) -> int:
+        """Actors that were replaced so far."""
+        return sum(worker.restarts for worker in self.workers)
+
+    def run(
+        self,
+        chunks: Sequence[Any],
+        work: Callable[[Any, Any], Any],
+        note: Callable[[Worker, Any], None],
+    ) -> list[Any]:
+        """Return the result of each chunk.
+
+        `work(actor, chunk)` calls an actor, `note(worker, result)` is told what came of it.
+        """
+        with self._working:
+            return self._run(chunks, work, note)
+
+    def close(self) -> None:
+        """End all actors, and whatever is being worked on."""
+        self._closed.set()
+        for worker in self.workers:
+            ray.kill(worker.actor)
+
+    def _run(
+        self,
+        chunks: Sequence[Any],
+        work: Callable[[Any, Any], Any],
+        note: Callable[[Worker, Any], None],
+    ) -> list[Any]:
+        waiting = deque(range(len(chunks)))
+        deaths = [0] * len(chunks)
+        results: list[Any] = [None] * len(chunks)
+        calls: dict[Any, Worker] = {}
+        missing = len(chunks)
+        try:
+            while missing:
+                # those that still load their model come last
+                for worker in sorted(self.workers, key=lambda worker: not worker.is_ready):
+                    if worker.chunk is None and waiting:
+                        worker.chunk = waiting.popleft()
+                        worker.since = time.monotonic()
+                        calls[work(worker.actor, chunks[worker.chunk])] = worker
+                done, _ = ray.wait(list(calls), timeout=LOOK_EVERY)
+                if self._closed.is_set():
+                    raise Stopped(f"The {self.kind}s were closed while they worked.")
+                for call in done or self._silent(calls):
+                    worker = calls.pop(call)
+                    number, worker.chunk = worker.chunk, None
+                    assert number is not None
+                    try:
+                        if not done:
+                            raise RayActorError(error_msg=f"no answer within {self.deadline_key}")
+                        results[number] = ray.get(call)
+                    except (RayActorError, ObjectLostError) as error:
+                        deaths[number] += 1
+                        self._replace(worker, deaths[number], error)
+                        waiting.appendleft(number)
+                        continue
+                    except RayTaskError as error:
+                        raise _own_error(error) from error
+                    worker.is_ready = True
+                    worker.busy_seconds += time.monotonic() - worker.since
+                    note(worker, results[number])
+                    missing -= 1
+        finally:
+            # after an error of one, what the others still do is of no use to anybody
+            for call, worker in calls.items():
+                ray.cancel(call)
+                worker.chunk = None
+        return results
+
+    def _silent(self, calls: dict[Any, Worker]) -> list[Any]:
+        """Return the calls that have taken longer than they may."""
+        now = time.monotonic()
+        late = []
+        for call, worker in calls.items():
+            allowed = self.work_seconds + (0.0 if worker.is_ready else self.start_seconds)
+            if now - worker.since > allowed:
+                late.append(call)
+        return late
+
+    def _replace(self, worker: Worker, deaths: int, error: Exception) -> None:
+        """Put a new actor into the place of one that is dead or silent."""
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
+        if deaths > self.max_restarts:
+            raise EngineError(
+                f"{deaths} processes in a row ended over the same work of {worker.name} ({reason}):"
+                " see why in Ray's logs, or raise cluster.max_restarts; the same command continues "
+                "the run."
+            ) from error
+        self.last_death = f"{worker.name} is replaced: {reason}."
+        logger.warning(self.last_death)
+        ray.kill(worker.actor)
+        worker.restarts += 1
+        worker.is_ready = False
+        worker.actor = self._started()
+
+    def _started(self) -> Any:
+        actor = self._start()
+        actor.prepare.remote()  # not awaited: what goes wrong there goes wrong again at work
+        return actor
+
+
+def _own_error(error: RayTaskError) -> Exception:
+    """Return what an actor's code has raised, without Ray's words around it if it is a sentence."""
+    cause = error.cause
+    return cause if isinstance(cause, TrustbatchError | OSError) else error

@@ -1,0 +1,31 @@
+"""Running a training on a cluster: in this process, or in as many as [cluster] asks for."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from trustbatch.cluster.ray_runtime import joined_ray
+from trustbatch.config import Config
+from trustbatch.errors import ConfigError
+from trustbatch.tasks import Task
+
+if TYPE_CHECKING:
+    from trustbatch.api import RunResult
+
+Train = Callable[[Config, Task | None], "RunResult"]
+
+
+def train_on_cluster(config: Config, task: Task | None, train: Train) -> "RunResult":
+    """Call `train` where the configuration says, with Ray at hand."""
+    assert config.cluster is not None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "[cluster] starts its trainers itself: run the command without torchrun, and set "
+            "cluster.trainers."
+        )
+    with joined_ray(config):
+        if config.cluster.trainers == 1:
+            return train(config, task)
+        from trustbatch.cluster.trainers import train_together
+
+        return train_together(config, task, train)

@@ -1,0 +1,126 @@
+"""Starting Ray so that only this machine can reach it, or joining a cluster that is there."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import torch
+
+from trustbatch.config import ClusterConfig, Config
+from trustbatch.errors import ConfigError, EngineError
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""nothing is reported to anybody"""
+LOOPBACK = {
+    # Ray then takes 127.0.0.1 for the address of this machine, and all its servers listen there
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+HANDED_ON = (
+    "GOMP_SPINCOUNT",
+    "OMP_WAIT_POLICY",
+    "OMP_NUM_THREADS",
+    "HF_HUB_OFFLINE",
+    "HF_HOME",
+    "PYTHONPATH",
+)
+"""what processes on other machines need to know of this one's environment"""
+
+
+def require_ray() -> None:
+    """Refuse to go on where Ray is not installed."""
+    if find_spec("ray") is None:
+        raise ConfigError(
+            "[cluster] needs Ray, which is not installed: run pip install 'trustbatch[ray]', or "
+            "remove the table."
+        )
+
+
+@contextmanager
+def joined_ray(config: Config) -> Iterator[None]:
+    """Have Ray at hand; what was started for it ends with it."""
+    assert config.cluster is not None
+    require_ray()
+    os.environ.update(QUIET)
+    if not config.cluster.address:
+        os.environ.update(LOOPBACK)  # before Ray is imported: it reads them then
+    import ray
+
+    if ray.is_initialized():  # in an actor, or where the caller has started it
+        yield
+        return
+    _join(config.cluster)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _join(cluster: ClusterConfig) -> None:
+    import ray
+
+    try:
+        if cluster.address:
+            handed_on = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
+            ray.init(
+                address=cluster.address,
+                runtime_env={"env_vars": QUIET | handed_on},
+                logging_level=logging.ERROR,
+            )
+        else:
+            with _own_gpu_hidden(cluster):
+                ray.init(
+                    address="local",
+                    # what is counted is how many processes may run, and all of these shall
+                    num_cpus=cluster.trainers + cluster.engines + cluster.reward_workers,
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    log_to_driver=cluster.trainers > 1,
+                )
+            _refuse_other_than_loopback()
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        where = f"at {cluster.address}" if cluster.address else "on this machine"
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise EngineError(
+            f"Ray {where} can't be used ({first}): check cluster.address, or remove it to start "
+            "Ray on this machine."
+        ) from error
+
+
+def _refuse_other_than_loopback() -> None:
+    """End Ray again if it was imported too early to learn from where it may be reached."""
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    if address != "127.0.0.1":
+        ray.shutdown()
+        raise EngineError(
+            f"Ray was imported before the run and would listen to the network ({address}): import "
+            "it after trustbatch.train, or set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before."
+        )
+
+
+@contextmanager
+def _own_gpu_hidden(cluster: ClusterConfig) -> Iterator[None]:
+    """Keep the first GPU for the training in this process, where there are others for Ray."""
+    if cluster.trainers > 1 or torch.cuda.device_count() < 2:
+        yield
+        return
+    before = os.environ.get(VISIBLE_GPUS)
+    all_gpus = before.split(",") if before else map(str, range(torch.cuda.device_count()))
+    os.environ[VISIBLE_GPUS] = ",".join(list(all_gpus)[1:])
+    try:
+        yield
+    finally:
+        del os.environ[VISIBLE_GPUS]
+        if before is not None:
+            os.environ[VISIBLE_GPUS] = before

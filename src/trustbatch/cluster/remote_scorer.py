@@ -1,0 +1,67 @@
+"""A scorer whose grading is done by reward workers."""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+
+import ray
+
+from trustbatch.cluster.crew import Crew, Worker
+from trustbatch.cluster.reward_actor import RemoteGrader
+from trustbatch.config import Config
+from trustbatch.errors import ConfigError
+from trustbatch.rewards import Scorer
+from trustbatch.rollout.in_parts import parts_of
+from trustbatch.tasks import Task
+from trustbatch.types import Grade, RolloutGroup
+
+CHUNKS_PER_WORKER = 4
+"""so that a worker with slow completions does not hold up the batch"""
+
+
+class RemoteScorer:
+    """Deals the groups of a batch to reward workers; what could not be graded is told here."""
+
+    def __init__(self, config: Config, task: Task, own: Scorer) -> None:
+        assert config.cluster is not None
+        self.cluster = config.cluster
+        self.own = own
+        try:
+            shared = ray.put(task)
+        except (TypeError, pickle.PicklingError) as error:
+            raise ConfigError(
+                f"The task {task.name!r} can't be sent to reward workers ({error}): define it in a "
+                "module, or set cluster.reward_workers to 0."
+            ) from error
+        start = RemoteGrader.options(num_cpus=1).remote
+        self.crew = Crew(
+            "reward worker",
+            lambda: start(config, shared),
+            size=self.cluster.reward_workers,
+            start_seconds=self.cluster.start_seconds,
+            work_seconds=self.cluster.grade_seconds,
+            max_restarts=self.cluster.max_restarts,
+            deadline_key="cluster.grade_seconds",
+        )
+
+    def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Return the groups with a grade for every completion."""
+        num_chunks = CHUNKS_PER_WORKER * len(self.crew.workers)
+        size = len(groups) if self.own.needs_whole_batches else -(-len(groups) // num_chunks)
+        chunks = parts_of(groups, size)
+        found: list[list[tuple[Grade, ...]]] = self.crew.run(
+            chunks, lambda actor, chunk: actor.grade.remote(chunk), _note
+        )
+        grades = [each for part in found for each in part]
+        graded = [replace(group, grades=own) for group, own in zip(groups, grades, strict=True)]
+        self.own.report(graded)
+        return graded
+
+    def close(self) -> None:
+        """End all reward workers."""
+        self.crew.close()
+        self.own.close()
+
+
+def _note(worker: Worker, grades: list[tuple[Grade, ...]]) -> None:
+    worker.notes["graded"] = worker.notes.get("graded", 0.0) + sum(map(len, grades))

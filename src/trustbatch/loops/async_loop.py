@@ -1,0 +1,76 @@
+"""The asynchronous loop: batches are drawn by engines of their own while this process trains."""
+
+import time
+from collections.abc import Sequence
+
+from trustbatch.errors import EngineError
+from trustbatch.loop_state import LoopState
+from trustbatch.loops.drawer import Drawer
+from trustbatch.loops.live_status import LiveStatus
+from trustbatch.loops.step import is_checkpoint_due, train_on, write_down
+from trustbatch.observe.progress import Progress
+from trustbatch.ranks import from_rank_zero
+from trustbatch.session import Session
+from trustbatch.types import RolloutGroup
+
+
+def train_async(session: Session, progress: Progress) -> dict[str, float]:
+    """Train until the configured number of steps is done; returns the last step's metrics.
+
+    Consumes graded batches, the oldest first, each in `cluster.reuse` steps.
+    Waits for the next batch and, before a checkpoint, for those that older versions still draw.
+    Unblocked by the drawer, a thread of the first rank, and it unblocks that by new versions.
+    Produces a version of the policy in each step, metrics and checkpoints.
+
+    With `cluster.max_lag` = L, the batch trained at version v was drawn by version v - L (by
+    version 0 in the first L steps), as the synchronous loop has it with `rollout.lag` = L: who is
+    faster decides about the time that a run takes, and about nothing else. Dynamic sampling keeps
+    groups for the batch after, so it draws from a version that is fresher by one batch.
+    """
+    config, loop, metrics = session.config, session.loop, {}
+    if loop.step == config.training.steps:
+        return metrics  # or engines would be started for nothing
+    session.publish(version=loop.step)
+    session.canary.at_start(version=loop.step)
+    drawer = Drawer(session) if session.fleet is not None else None
+    status = LiveStatus(session, drawer) if drawer else None
+    try:
+        while loop.step < config.training.steps:
+            started = time.perf_counter()
+            # ranks other than the first have no drawer, and get what it has drawn
+            groups, metrics = from_rank_zero(drawer.oldest() if drawer else None)
+            refuse_too_old(session, groups)
+            trained, advantages = train_on(session, groups, started=started)
+            metrics = metrics | trained
+            if drawer and status:
+                drawer.trained()
+                metrics |= status.trained(loop.step, metrics)
+            write_down(session, groups, advantages, metrics)
+            if is_checkpoint_due(session):
+                session.checkpointer.save(drawer.state() if drawer else LoopState(step=loop.step))
+            session.checkpointer.raise_failure()
+            progress.update(loop.step, metrics)
+        session.checkpointer.finish()
+    finally:
+        if drawer and status:
+            session.engine.close()  # or the drawer may be waiting for one of them
+            session.scorer.close()
+            drawer.close()
+            status.close()
+    return metrics
+
+
+def refuse_too_old(session: Session, groups: Sequence[RolloutGroup]) -> None:
+    """Make sure that no completion of the policy is older than `cluster.max_lag` allows."""
+    cluster = session.config.cluster
+    assert cluster is not None
+    for group in groups:
+        for completion in group.completions:
+            drawn_by = completion.provenance
+            lag = session.loop.step - drawn_by.version
+            if drawn_by.policy == session.policy.name and not 0 <= lag <= cluster.max_lag:
+                raise EngineError(
+                    f"Prompt {group.prompt.id!r} was answered by version {drawn_by.version}, which "
+                    f"is not within cluster.max_lag = {cluster.max_lag} of version "
+                    f"{session.loop.step}: report this as a fault of the scheduler."
+                )

@@ -1,0 +1,125 @@
+"""How the processes of a cluster are doing, for the status file and the metrics."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trustbatch.loops.drawer import Drawer
+from trustbatch.observe.status import EngineStatus, RunStatus, WorkerState, WorkerStatus
+from trustbatch.session import Session
+
+if TYPE_CHECKING:  # Ray is imported only where a run has [cluster]
+    from trustbatch.cluster.crew import Crew, Worker
+
+STEPS_AVERAGED = 10
+SECONDS_BETWEEN = 1.0
+
+
+class LiveStatus:
+    """Looks about once a second at engines, reward workers, buffer and waits."""
+
+    def __init__(self, session: Session, drawer: Drawer) -> None:
+        assert session.fleet is not None
+        config, loop = session.config, session.loop
+        self._drawer = drawer
+        self._loop = loop
+        self._file = session.run.status
+        self._engines = session.fleet.crew
+        self._graders = session.reward_crew
+        self._status = RunStatus(
+            step=loop.step,
+            steps=config.training.steps,
+            version=loop.step,
+            buffer_room=drawer.cluster.max_lag // drawer.cluster.reuse + 1,
+        )
+        self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_AVERAGED)
+        self._before: deque[dict[str, tuple[float, float, float]]] = deque(maxlen=STEPS_AVERAGED)
+        self._changing = threading.Lock()
+        self._ended = threading.Event()
+        self._before.append(self._counts())
+        self._thread = threading.Thread(target=self._keep_looking, name="live status", daemon=True)
+        self._thread.start()
+
+    def trained(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Note that a step is done; returns what belongs to its metrics."""
+        with self._changing:
+            self._steps.append((metrics["time/train_seconds"], metrics["time/step_seconds"]))
+            self._status.add_step(step, metrics)
+            self._look()
+            self._before.append(self._counts())
+            return self._status.metrics()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._ended.set()
+        self._thread.join()
+
+    def _keep_looking(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN):
+            with self._changing:
+                self._look()
+
+    def _look(self) -> None:
+        status, drawer = self._status, self._drawer
+        status.buffered_batches = len(self._loop.pending)
+        waits = (("trainer", drawer.trainer_waits_for), ("drawer", drawer.drawer_waits_for))
+        status.waiting_for = "; ".join(f"{who}: {what}" for who, what in waits if what)
+        status.engines = {str(w.number): self._engine_status(w) for w in self._engines.workers}
+        status.reward_workers = {
+            str(worker.number): WorkerStatus(
+                state=_state(worker),
+                busy_share=self._rates(worker)[0],
+                restarts=worker.restarts,
+            )
+            for worker in (self._graders.workers if self._graders else ())
+        }
+        shares = [engine.busy_share for engine in status.engines.values()]
+        status.generation_busy_share = sum(shares) / len(shares)
+        if self._steps:
+            status.trainer_busy_share = sum(t for t, _ in self._steps) / sum(
+                s for _, s in self._steps
+            )
+        crews = self._crews()
+        status.restarts = sum(crew.restarts for crew in crews)
+        status.last_error = next((c.last_death for c in crews if c.last_death), "")
+        self._file.update(status)
+
+    def _engine_status(self, worker: Worker) -> EngineStatus:
+        busy_share, tokens_per_second = self._rates(worker)
+        return EngineStatus(
+            state=_state(worker),
+            busy_share=busy_share,
+            restarts=worker.restarts,
+            tokens_per_second=tokens_per_second,
+            version=int(worker.notes.get("version", 0)),
+        )
+
+    def _rates(self, worker: Worker) -> tuple[float, float]:
+        """Return busy share and tokens a second over the last steps."""
+        now, busy, tokens = self._counts_of(worker)
+        before, busy_before, tokens_before = self._before[0][worker.name]
+        seconds = max(now - before, 1e-9)
+        return min((busy - busy_before) / seconds, 1.0), (tokens - tokens_before) / seconds
+
+    def _counts(self) -> dict[str, tuple[float, float, float]]:
+        return {w.name: self._counts_of(w) for crew in self._crews() for w in crew.workers}
+
+    @staticmethod
+    def _counts_of(worker: Worker) -> tuple[float, float, float]:
+        """Return the time, and how long it was busy and how many tokens it has drawn until then."""
+        now = time.monotonic()
+        current = now - worker.since if worker.chunk is not None and worker.is_ready else 0.0
+        return now, worker.busy_seconds + current, worker.notes.get("tokens", 0.0)
+
+    def _crews(self) -> list[Crew]:
+        return [crew for crew in (self._engines, self._graders) if crew is not None]
+
+
+def _state(worker: Worker) -> WorkerState:
+    if worker.chunk is None:
+        return "idle"
+    return "busy" if worker.is_ready else "starting"

@@ -1,0 +1,240 @@
+"""What `trustbatch status` shows: the verdict on a run, and a table of what its parts do."""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from trustbatch.errors import ConfigError
+from trustbatch.observe.plain_text import plain_line
+from trustbatch.observe.status import (
+    FILE_NAME,
+    EngineStatus,
+    RunState,
+    StatusRecord,
+    WorkerStatus,
+)
+
+SILENT_AFTER = 30.0
+"""seconds: thirty times what a run leaves between two writings"""
+SECONDS_BETWEEN_LOOKS = 1.0
+BAR_WIDTH = 24
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_STYLES = {
+    "running": "bold green",
+    "finished": "bold green",
+    "stopped": "bold yellow",
+    "failed": "bold red",
+    "dead": "bold red",
+}
+_WORKER_STYLES = {"busy": "green", "idle": "", "starting": "yellow", "dead": "red"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run goes on, in a word and in a sentence."""
+
+    state: RunState | Literal["dead"]
+    sentence: str
+
+    @property
+    def exit_code(self) -> int:
+        """0 where all is well, 1 where someone has to do something."""
+        return 0 if self.state in ("running", "finished") else 1
+
+
+def read_status(folder: Path) -> StatusRecord:
+    """Read status.json of a run folder."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"The run folder {folder} does not exist: check the path, or start the run first."
+        )
+    file = folder / FILE_NAME
+    try:
+        text = file.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"The folder {folder} has no {FILE_NAME}: name the folder of a run that has come as "
+            "far as its first step, such as runs/NAME."
+        ) from None
+    try:
+        return TypeAdapter(StatusRecord).validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{file} is not what a run of this version writes: delete it, and the run writes it "
+            "again."
+        ) from error
+
+
+def judge(record: StatusRecord) -> Verdict:
+    """Tell a run that lives from one that is dead, whatever its last words were."""
+    ago = max(time.time() - record.time, 0.0)
+    since = f"{duration(ago)} ago"
+    again = "the same command continues from the last checkpoint"
+    if record.state == "finished":
+        return Verdict("finished", since)
+    if record.state == "stopped":
+        return Verdict("stopped", f"{since}; {again}")
+    if record.state == "failed":
+        return Verdict("failed", f"{since}; once its cause is gone, {again}")
+    host = plain_line(record.host)
+    if record.host == socket.gethostname() and not _is_alive(record.pid):
+        return Verdict("dead", f"process {record.pid} ended without a word; {again}")
+    if ago > SILENT_AFTER:
+        return Verdict(
+            "dead",
+            f"no sign of life for {duration(ago)} from process {record.pid} on {host}; "
+            f"where that process is gone, {again}",
+        )
+    return Verdict("running", f"process {record.pid} on {host}")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # someone else's
+        return True
+    return True
+
+
+def show_status(console: Console, folder: Path) -> Verdict:
+    """Print how a run is doing."""
+    record = read_status(folder)
+    verdict = judge(record)
+    console.print(status_table(folder, record, verdict))
+    return verdict
+
+
+def watch_status(console: Console, folder: Path) -> Verdict:
+    """Show how a run is doing, over and over, until it ends or the viewer has seen enough."""
+    record = read_status(folder)
+    verdict = judge(record)
+    with Live(status_table(folder, record, verdict), console=console, auto_refresh=False) as live:
+        try:
+            while verdict.state == "running":
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+                record = read_status(folder)
+                verdict = judge(record)
+                live.update(status_table(folder, record, verdict), refresh=True)
+        except KeyboardInterrupt:  # ends the watching, not the run
+            pass
+    return verdict
+
+
+def status_table(folder: Path, record: StatusRecord, verdict: Verdict) -> RenderableType:
+    """Lay out a status for people."""
+    is_running = verdict.state == "running"
+    head = Text.assemble(
+        (plain_line(str(folder)), "bold"),
+        "  ",
+        (verdict.state, _STYLES[verdict.state]),
+        "  ",
+        verdict.sentence,
+    )
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="cyan", no_wrap=True)
+    rows.add_column()
+    rows.add_row("step", _step(record, is_running=is_running))
+    waiting = f"{record.buffered_batches} of {record.buffer_room} batches waiting"
+    rows.add_row("buffer", waiting if record.buffer_room else "none: drawn and trained in turns")
+    if record.waiting_for and is_running:
+        rows.add_row("waiting for", Text(plain_line(record.waiting_for)))
+    rows.add_row("trainer", f"busy {percent(record.trainer_busy_share)}")
+    speed = sum(engine.tokens_per_second for engine in record.engines.values())
+    rows.add_row(
+        "engines", f"busy {percent(record.generation_busy_share)}, {figure(speed)} tokens/s"
+    )
+    rows.add_row("lag", _lags(record.lag_counts) if record.lag_counts else "nothing trained yet")
+    if record.one_minus_ess_by_lag:
+        rows.add_row("1-ESS", _ess(record.one_minus_ess_by_lag))
+    rows.add_row("restarts", str(record.restarts))
+    if record.last_error:
+        rows.add_row("last error", Text(plain_line(record.last_error), style="red"))
+    parts: list[RenderableType] = [head, rows]
+    if record.engines:
+        parts.append(_workers("engine", record.engines, is_running=is_running))
+    if record.reward_workers:
+        parts.append(_workers("reward worker", record.reward_workers, is_running=is_running))
+    return Group(*parts)
+
+
+def _step(record: StatusRecord, *, is_running: bool) -> str:
+    text = f"{record.step} of {record.steps}"
+    if not is_running:
+        return f"{text} after {duration(record.time - record.started)}"
+    if record.seconds_left is not None:
+        text += f", {duration(record.seconds_left)} left"
+    what = "last one" if record.step else "started"
+    return f"{text}, {what} {duration(max(time.time() - record.stepped, 0.0))} ago"
+
+
+def _lags(counts: Mapping[int, int]) -> Table:
+    """Return a histogram: one bar for each lag."""
+    total, most = sum(counts.values()), max(counts.values())
+    bars = Table.grid(padding=(0, 1))
+    bars.add_column(justify="right")
+    bars.add_column(style="green", no_wrap=True, width=BAR_WIDTH)
+    bars.add_column(justify="right")
+    bars.add_column()
+    for lag, count in sorted(counts.items()):
+        bars.add_row(str(lag), bar(count / most), percent(count / total), f"{count:,} completions")
+    return bars
+
+
+def _ess(by_lag: Mapping[int, float]) -> str:
+    return "   ".join(f"{value:.1e} at lag {lag}" for lag, value in sorted(by_lag.items()))
+
+
+def _workers(kind: str, workers: Mapping[str, WorkerStatus], *, is_running: bool) -> Table:
+    table = Table()
+    table.add_column(kind)
+    table.add_column("state")
+    draws = any(isinstance(worker, EngineStatus) for worker in workers.values())
+    for heading in (*(("version", "tokens/s") if draws else ()), "busy", "restarts"):
+        table.add_column(heading, justify="right")
+    for name, worker in workers.items():
+        cells = [percent(worker.busy_share), str(worker.restarts)]
+        if isinstance(worker, EngineStatus):
+            cells = [str(worker.version), figure(worker.tokens_per_second), *cells]
+        state = Text(worker.state, style=_WORKER_STYLES[worker.state]) if is_running else "gone"
+        table.add_row(Text(plain_line(name)), state, *cells)
+    return table
+
+
+def bar(share: float) -> str:
+    """Return a bar of eighths of a character; something that is there has at least one."""
+    eighths = max(round(share * BAR_WIDTH * 8), 1 if share > 0 else 0)
+    return _EIGHTHS[8] * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def percent(share: float) -> str:
+    """Write a share; a dash where there is no number."""
+    return f"{share:.0%}" if math.isfinite(share) else "-"
+
+
+def figure(value: float) -> str:
+    """Write a count with separators; a dash where there is no number."""
+    return f"{value:,.0f}" if math.isfinite(value) else "-"
+
+
+def duration(seconds: float) -> str:
+    """Write a time in the two units that matter: 4 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
+    whole = int(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"

@@ -1,0 +1,143 @@
+"""A long run whose processes are killed again and again trains on what an undisturbed one does."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.test_cluster import descendants
+
+from trustbatch.observe.run_folder import read_metrics
+
+if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
+    pytest.skip("Ray is not installed", allow_module_level=True)
+
+STEPS = 200
+CONFIG = """
+[model]
+name = {model!r}
+device = "cpu"
+[task]
+name = "arithmetic"
+level = 1
+[rollout]
+prompts_per_step = 2
+samples_per_prompt = 2
+max_tokens = 2
+prompts_per_call = 1
+[training]
+steps = 200
+learning_rate = 1e-3
+[run]
+folder = {folder!r}
+checkpoint_every = 10
+rollouts_every = 1
+"""
+CLUSTER = """
+[cluster]
+engines = 2
+reward_workers = 1
+max_lag = 2
+max_restarts = 20
+"""
+ROUNDS = (10, 30, 50, 90, 110, 150, 170)
+"""after these steps both engines and the reward worker are killed: 21 kills in all"""
+DRIVER_KILLED = (70, 130)
+
+
+STALL_SECONDS = 300.0
+"""so long without a step, or with processes that should have ended, is a hang"""
+
+
+def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "trustbatch", "train", str(config)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=log.open("ab"),
+    )
+
+
+def kill_workers(driver: int, chance: random.Random) -> int:
+    """Kill all engines and reward workers of a run, a moment apart; returns how many."""
+    names = (b"ray::EngineActor", b"ray::RewardActor")
+    workers = [pid for pid in sorted(descendants(driver)) if command(pid).startswith(names)]
+    for pid in workers:
+        time.sleep(chance.uniform(0.0, 0.05))
+        os.kill(pid, signal.SIGKILL)
+    return len(workers)
+
+
+def command(pid: int) -> bytes:
+    file = Path(f"/proc/{pid}/cmdline")
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_among_kills_train_on_every_prompt_as_often_as_undisturbed(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    for name in ("calm", "chaos"):
+        text = CONFIG.format(model=str(tiny_folder), folder=str(tmp_path / name))
+        text = text.replace("'", '"')
+        more = text.replace("[rollout]", "[rollout]\nlag = 2") if name == "calm" else text + CLUSTER
+        (tmp_path / f"{name}.toml").write_text(more)
+    calm = start(tmp_path / "calm.toml", tmp_path / "log")
+    run, log = tmp_path / "chaos" / "run", tmp_path / "log"
+    chance, rounds, num_killed = random.Random(0), list(ROUNDS), 0
+    for ends_at in (*DRIVER_KILLED, STEPS + 1):
+        driver = start(tmp_path / "chaos.toml", log)
+        started: set[int] = set()
+        last_step, deadline = -1, 0.0
+        while driver.poll() is None and last_step < ends_at:
+            step = len(read_metrics(run))
+            if step != last_step:
+                last_step, deadline = step, time.monotonic() + STALL_SECONDS
+            assert time.monotonic() < deadline, f"the run hangs: {log.read_text()[-2000:]}"
+            started |= descendants(driver.pid)
+            if rounds and step >= rounds[0]:
+                rounds.pop(0)
+                num_killed += kill_workers(driver.pid, chance)
+            time.sleep(0.05)
+        if ends_at <= STEPS:
+            driver.kill()
+        assert driver.wait() == (0 if ends_at > STEPS else -signal.SIGKILL), log.read_text()[-2000:]
+        deadline = time.monotonic() + STALL_SECONDS
+        while any(command(pid).startswith((b"ray::", b"/")) for pid in started):
+            assert time.monotonic() < deadline, "processes outlive the run that they belong to"
+            time.sleep(0.1)
+    assert calm.wait(STALL_SECONDS) == 0, log.read_text()[-2000:]
+    assert num_killed >= 20
+    restarts = read_metrics(run)[-1]
+    assert restarts["cluster/engine_restarts"] + restarts["cluster/reward_restarts"] >= 3
+
+    undisturbed = tmp_path / "calm" / "run"
+    assert trained_on(run) == trained_on(undisturbed)
+    assert len(trained_on(run)) == STEPS * 2
+    mine, others = (
+        load_file(folder / "checkpoints" / f"step-{STEPS}" / "model.safetensors")
+        for folder in (run, undisturbed)
+    )
+    assert all(torch.equal(mine[name], others[name]) for name in others)
+
+
+def trained_on(run: Path) -> dict[str, list[int]]:
+    """In which steps each prompt was trained on."""
+    found: dict[str, list[int]] = {}
+    for file in sorted((run / "rollouts").glob("step-*.jsonl")):
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            if row["sample"] == 0:
+                found.setdefault(row["prompt_id"], []).append(row["step"])
+    return found

@@ -1,0 +1,328 @@
+"""Runs on real Ray: generation beside training, which is the synchronous run bit for bit."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trustbatch
+from trustbatch.cluster.ray_runtime import joined_ray
+from trustbatch.config import parse_config
+from trustbatch.errors import CanaryError, EngineError
+from trustbatch.observe.run_folder import read_metrics
+from trustbatch.policy import Policy
+from trustbatch.rollout.canary_reference import CanaryNotes
+from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.types import Prompt
+
+if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
+    pytest.skip("Ray is not installed", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As processes on a busy machine have it; engines take the number over."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_at_hand(one_thread: None) -> Iterator[None]:
+    """One Ray for all tests, with room for the largest of them."""
+    largest = {"engines": 4, "trainers": 2, "reward_workers": 2}
+    tree = {"model": {"name": "any"}, "task": {"name": "arithmetic"}, "cluster": largest}
+    with joined_ray(parse_config(tree)):
+        yield
+
+
+def run(tiny_folder: Path, folder: Path, **changes: Any) -> trustbatch.RunResult:
+    tables: dict[str, Any] = {
+        "task": {"name": "arithmetic", "level": 1},
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_tokens": 4,
+            "temperature": 1.1,
+            "prompts_per_call": 2,
+        },
+        "training": {"steps": 6, "learning_rate": 1e-3},
+        "run": {"folder": str(folder), "checkpoint_every": 3, "rollouts_every": 1},
+    }
+    for key, value in changes.items():
+        tables[key] = {**tables[key], **value} if key in tables else value
+    return trustbatch.train(model=tiny_folder, **tables)
+
+
+def comparable(result: trustbatch.RunResult) -> list[dict[str, Any]]:
+    """All metrics but those that measure the clock, the cluster or its canary."""
+    left_out = ("time/", "cluster/", "canary/")
+    return [
+        {key: value for key, value in line.items() if not key.startswith(left_out)}
+        for line in result.metrics
+    ]
+
+
+def rollouts(result: trustbatch.RunResult) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (result.folder / "rollouts").iterdir()}
+
+
+def assert_same(actual: trustbatch.RunResult, expected: trustbatch.RunResult) -> None:
+    assert comparable(actual) == comparable(expected)
+    assert rollouts(actual) == rollouts(expected)
+    mine = load_file(actual.checkpoint / "model.safetensors")
+    others = load_file(expected.checkpoint / "model.safetensors")
+    assert mine.keys() == others.keys()
+    assert all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lag", "cluster"),
+    [
+        (0, {"engines": 2}),
+        (1, {"engines": 1, "reward_workers": 0}),
+        (1, {"engines": 4, "reward_workers": 2}),
+        (2, {"engines": 2, "weight_transfer": "disk"}),
+    ],
+    ids=["lag 0", "lag 1, 1 engine", "lag 1, 4 engines", "lag 2, by disk"],
+)
+def test_any_number_of_engines_trains_as_one_process_does(
+    lag: int, cluster: dict[str, Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    expected = run(tiny_folder, tmp_path / "sync", rollout={"lag": lag})
+    actual = run(tiny_folder, tmp_path / "async", cluster=cluster | {"max_lag": lag})
+    assert_same(actual, expected)
+    # with lag L, the first L batches come from version 0 and the others are L versions old
+    assert [line["rollout/lag_max"] for line in actual.metrics] == [min(s, lag) for s in range(6)]
+    assert all(line["cluster/engine_restarts"] == 0 for line in actual.metrics)
+    assert not (actual.folder / "weights").exists()
+
+
+@pytest.mark.slow
+def test_batches_are_reused_and_dynamic_sampling_keeps_the_bound(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """With reuse, what differs from the synchronous run is which version drew which batch."""
+    dynamic = {"dynamic_sampling": True, "max_draws": 2}
+    expected = run(tiny_folder, tmp_path / "sync", rollout=dynamic | {"lag": 0})
+    actual = run(tiny_folder, tmp_path / "async", rollout=dynamic, cluster={"max_lag": 1})
+    assert_same(actual, expected)
+
+    reused = run(tiny_folder, tmp_path / "reused", cluster={"max_lag": 2, "reuse": 2})
+    assert [line["rollout/lag_max"] for line in reused.metrics] == [0, 1, 1, 2, 1, 2]
+    samples = [text.replace(f'"step": {n}', "") for n, text in _numbered(rollouts(reused))]
+    assert samples[0] == samples[1] != samples[2] == samples[3] != samples[4] == samples[5]
+
+
+def _numbered(files: dict[str, str]) -> list[tuple[int, str]]:
+    return [(number, files[name]) for number, name in enumerate(sorted(files), start=1)]
+
+
+def actors(kind: str) -> list[int]:
+    """Processes of all actors of a class: Ray names them so."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
+                found.append(int(process.name))
+    return found
+
+
+def kill_meanwhile(folder: Path, plan: list[tuple[int, str, int]]) -> threading.Thread:
+    """Kill so many actors of a kind once so many steps are written down, for each of the plan."""
+
+    def work() -> None:
+        for step, kind, count in plan:
+            deadline = time.monotonic() + 120
+            while len(read_metrics(folder)) < step or len(actors(kind)) < count:
+                assert time.monotonic() < deadline, f"{count} {kind} are not there at step {step}"
+                time.sleep(0.01)
+            for pid in actors(kind)[:count]:
+                os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow
+def test_killed_engines_and_reward_workers_change_nothing(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    length = {"training": {"steps": 12, "learning_rate": 1e-3}}
+    expected = run(tiny_folder, tmp_path / "sync", rollout={"lag": 1}, **length)
+    plan = [(1, "EngineActor", 1), (2, "RewardActor", 1), (5, "EngineActor", 2)]
+    killer = kill_meanwhile(tmp_path / "async" / "run", plan)
+    cluster = {"engines": 2, "reward_workers": 1, "max_lag": 1}
+    actual = run(tiny_folder, tmp_path / "async", cluster=cluster, **length)
+    killer.join()
+    assert_same(actual, expected)
+    assert actual.metrics[-1]["cluster/engine_restarts"] == 3
+    assert actual.metrics[-1]["cluster/reward_restarts"] == 1
+    assert "reward worker 0 is replaced" in caplog.text
+    status = json.loads((actual.folder / "status.json").read_text())
+    assert (status["state"], status["step"], status["restarts"]) == ("finished", 12, 4)
+    assert {engine["version"] for engine in status["engines"].values()} <= set(range(12))
+    assert status["lag_counts"] == {"0": 16, "1": 11 * 16}
+
+
+def descendants(pid: int) -> set[int]:
+    """A process and all that it, or what it started, has started."""
+    parents = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # the name in brackets may hold spaces; the parent is the second field after it
+            parents[int(process.name)] = int(
+                (process / "stat").read_text().rpartition(")")[2].split()[1]
+            )
+    found, size = {pid}, 0
+    while len(found) > size:
+        size = len(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found
+
+
+def listening(pids: set[int]) -> set[tuple[int, str]]:
+    """Process and address of each TCP socket that some processes listen on."""
+    inodes: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                inodes[f"socket:[{fields[9]}]"] = fields[1].rpartition(":")[0]
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = os.readlink(file)
+                    if target in inodes:
+                        found.add((pid, inodes[target]))
+    return found
+
+
+LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+"""127.0.0.1, the same as an IPv6 address, and ::1, as the kernel writes them"""
+
+
+@pytest.mark.slow
+def test_a_fleet_stops_at_a_false_canary_and_at_deaths_without_end(
+    tiny_folder: Path, policy: Policy
+) -> None:
+    from trustbatch.cluster.fleet import EngineFleet
+
+    tree = {
+        "model": {"name": str(tiny_folder), "device": "cpu"},
+        "task": {"name": "arithmetic"},
+        "cluster": {"engines": 1, "max_restarts": 0},
+    }
+    fleet = EngineFleet(parse_config(tree))
+    prompts = [Prompt(id=text, text=text, answer="") for text in ("1+1=", "12+34=", "7=")]
+    notes = CanaryNotes(policy, prompts, logprob_mode="processed")
+    fleet.expect(notes.note(version=0))
+    fleet.load_weights(policy.named_weights(), version=0)
+    drawn = fleet.generate(notes.requests)
+    expected = NativeEngine(policy, seed=0).generate(notes.requests)
+    assert [int(c.token_ids) for c in drawn] == [int(c.token_ids) for c in expected]
+    assert 0 < fleet.take_canary()["canary/max_abs_logratio"] < 1e-4
+
+    fleet.expect(notes.note(version=1))
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.1)
+    fleet.load_weights(policy.named_weights(), version=1)
+    with pytest.raises(CanaryError, match=r"version 1\) does not sample from the trainer's policy"):
+        fleet.generate(notes.requests)
+    assert {c.provenance.version for c in fleet.at(0).generate(notes.requests)} == {0}
+    fleet.forget_before(1)
+    with pytest.raises(EngineError, match="Version 0 is not published"):
+        fleet.at(0).generate(notes.requests)
+
+    for pid in actors("EngineActor"):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"1 processes in a row .* of engine 0 \(The actor died"):
+        fleet.generate(notes.requests)
+    fleet.close()
+
+
+@pytest.mark.slow
+def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopback(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"prompts_per_call": 1}  # ranks of torchrun divide a batch in another way
+    length = {"steps": 3, "learning_rate": 1e-3}
+    config = {
+        "model": {"name": str(tiny_folder), "device": "cpu"},
+        "task": {"name": "arithmetic", "level": 1},
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_tokens": 4,
+            "temperature": 1.1,
+            "lag": 1,
+            **settings,
+        },
+        "training": length,
+        "run": {"folder": str(tmp_path / "sync"), "checkpoint_every": 3, "rollouts_every": 1},
+    }
+    (tmp_path / "config.toml").write_text(parse_config(config).to_toml())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run(
+        [*command, "--nproc-per-node", "2", "-m", "tests.ranks.train", tmp_path / "config.toml"],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        timeout=300,
+        check=True,
+    )
+    seen: set[tuple[int, str]] = set()
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.2):
+            seen.update(listening(descendants(os.getpid())))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        actual = run(
+            tiny_folder,
+            tmp_path / "async",
+            rollout=settings,
+            training=length,
+            cluster={"trainers": 2, "engines": 1, "max_lag": 1},
+        )
+    finally:
+        ended.set()
+        watcher.join()
+    folder = tmp_path / "sync" / "run"
+    expected = trustbatch.RunResult(
+        folder=folder, checkpoint=folder / "checkpoints" / "step-3", metrics=read_metrics(folder)
+    )
+    assert_same(actual, expected)
+    assert {address for _, address in seen} <= set(LOOPBACK)
+    servers = [pid for pid in descendants(os.getpid()) if program(pid) in ("raylet", "gcs_server")]
+    assert len(servers) == 2
+    assert {pid for pid, _ in seen} >= set(servers)
+    for pid in servers:
+        assert b"RAY_USAGE_STATS_ENABLED=0" in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def program(pid: int) -> str:
+    try:
+        return Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]).name
+    except OSError:
+        return ""

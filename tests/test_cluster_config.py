@@ -1,0 +1,79 @@
+"""What of [cluster] is refused, which version draws a batch, and that Ray stays away otherwise."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trustbatch.api import train_config
+from trustbatch.cluster import ray_runtime
+from trustbatch.config import Config, parse_config
+from trustbatch.errors import ConfigError
+
+
+def config_with(cluster: dict[str, Any], **rollout: Any) -> Config:
+    tree = {"model": {"name": "any"}, "task": {"name": "arithmetic"}, "rollout": rollout}
+    return parse_config({**tree, "cluster": cluster})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rollout", "sentence"),
+    [
+        ({}, {"lag": 1}, r"rollout.lag is for runs without \[cluster\]: set cluster.max_lag"),
+        ({"reuse": 3}, {}, "cluster.reuse = 3 trains .* set cluster.max_lag to 2 or more"),
+        ({"max_lag": 0}, {"dynamic_sampling": True}, "set cluster.max_lag to 1 at least"),
+        ({"transfer_folder": "x"}, {}, 'only with cluster.weight_transfer = "disk"'),
+        ({"engins": 1}, {}, "did you mean 'cluster.engines'"),
+    ],
+)
+def test_what_can_not_be_is_refused(
+    cluster: dict[str, Any], rollout: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        config_with(cluster, **rollout)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dynamic", "versions"),
+    [
+        ({"max_lag": 0}, False, [0, 1, 2, 3]),
+        ({"max_lag": 2}, False, [0, 0, 0, 1]),
+        ({"max_lag": 1, "reuse": 2}, False, [0, 2, 4, 6]),
+        ({"max_lag": 2, "reuse": 2}, False, [0, 1, 3, 5]),
+        ({"max_lag": 2}, True, [0, 0, 1, 2]),
+    ],
+)
+def test_a_batch_is_drawn_by_the_oldest_version_that_its_last_use_allows(
+    cluster: dict[str, Any], dynamic: bool, versions: list[int]
+) -> None:
+    config = config_with(cluster, dynamic_sampling=dynamic)
+    assert [config.version_for(batch) for batch in (1, 2, 3, 4)] == versions
+
+
+def test_engines_with_copies_are_checked_at_every_version() -> None:
+    assert config_with({}).updates_per_canary == 1
+    assert config_with({}, canary_every=3).updates_per_canary == 3
+
+
+def test_torchrun_and_a_missing_ray_get_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_runtime, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'trustbatch\[ray\]'"):
+        train_config(config_with({}))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"without torchrun, and set cluster\.trainers"):
+        train_config(config_with({}))
+
+
+def test_a_run_without_a_cluster_does_not_import_ray(tiny_folder: Path, tmp_path: Path) -> None:
+    code = f"""
+import sys, trustbatch
+trustbatch.train(
+    model={str(tiny_folder)!r}, task="arithmetic", training={{"steps": 1}},
+    rollout={{"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 2}},
+    run={{"folder": {str(tmp_path)!r}}},
+)
+assert "ray" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
