@@ -369,10 +369,10 @@ def chart(found: dict[str, list[Outcome]], gpus: Sequence[int], caption: str) ->
     """Draw throughput and trainer idle share over the number of GPUs."""
     names = {
         "colocated": "synchronous, all GPUs",
-        "best lag 1": "asynchronous, lag 1",
-        "best lag 2": "asynchronous, lag 2",
-        "several lag 2": "lag 2, several batches in flight",
-        "several lag 4": "lag 4, several batches in flight",
+        "6/2 lag 1": "asynchronous as built, lag 1, a quarter of the GPUs draws",
+        "best lag 1": "asynchronous as built, lag 1, best split (more lag: the same)",
+        "several lag 1": "several batches in flight, lag 1, best split",
+        "several lag 2": "several batches in flight, lag 2, best split",
     }
     throughput = Panel(
         title="completions a second and GPU",
@@ -433,9 +433,7 @@ def main() -> None:
         print(f"\n{name}\n\n{text}")
     if options.write_docs:
         fill_marked(DOCS / "scaling.md", texts)
-        svg = chart(
-            found, options.gpus, f"{short.name} a completion on average, best split of each"
-        )
+        svg = chart(found, options.gpus, f"{short.name} a completion on average")
         (DOCS / "scaling.svg").write_text(svg, encoding="utf-8")
     print(f"{simulator.num_runs} settings in {time.monotonic() - start:.0f} s", file=sys.stderr)
 

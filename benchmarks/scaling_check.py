@@ -182,14 +182,16 @@ def check_synchronous(model: str, scratch: Path, *, steps: int = 10) -> None:
         report(f"synchronous, rollout.lag = {lag}", pairs)
 
 
-def check_paced(model: str, scratch: Path, *, asynchronous: bool, steps: int = 12) -> None:
+def check_paced(
+    model: str, scratch: Path, *, asynchronous: bool, lags: Sequence[int], steps: int = 12
+) -> None:
     """Predict paced runs whose batches all have different costs."""
     generator = np.random.default_rng(0)
     loop = "asynchronous" if asynchronous else "synchronous"
     for name, drawing, training in [("drawing", 0.8, 0.4), ("training", 0.4, 0.8)]:
         generate = (drawing * generator.uniform(0.5, 1.5, steps)).tolist()
         train = (training * generator.uniform(0.5, 1.5, steps)).tolist()
-        for lag in (0, 1, 2):
+        for lag in lags:
             tables: dict[str, Any] = {"rollout": {"lag": lag}}
             if asynchronous:
                 tables = {"cluster": {"engines": 2, "max_lag": lag}}
@@ -206,7 +208,9 @@ def main() -> None:
     """Run the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS))
-    parts = parser.parse_args().parts.split(",")
+    parser.add_argument("--lags", type=int, nargs="+", default=(0, 1, 2), help="of paced, async")
+    options = parser.parse_args()
+    parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         sys.exit(f"unknown part {sorted(unknown)[0]!r}: choose from {', '.join(PARTS)}")
     print(f"{time.strftime('%Y-%m-%d')}, {describe_hardware()}: python {' '.join(sys.argv)}")
@@ -218,11 +222,11 @@ def main() -> None:
         if "sync" in parts:
             check_synchronous(model, scratch)
         if "paced" in parts:
-            check_paced(model, scratch, asynchronous=False)
+            check_paced(model, scratch, asynchronous=False, lags=options.lags)
         if "async" in parts and not has_asynchronous_loop():
             print("\nasync: not run, this version has no [cluster] table")
         elif "async" in parts:
-            check_paced(model, scratch, asynchronous=True)
+            check_paced(model, scratch, asynchronous=True, lags=options.lags)
 
 
 if __name__ == "__main__":
