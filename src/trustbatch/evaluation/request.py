@@ -75,8 +75,8 @@ def _engine_tables(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"{override!r} is no option of eval: beside those of --help it takes "
                 "--model.KEY=..., --rollout.vllm.KEY=..., --rollout.max_sequences=..., "
-                "--rollout.precision=... and --reward.time_limit=... (workers, memory_limit_gib), as "
-                "a configuration has them."
+                "--rollout.precision=... and --reward.time_limit=... (workers, memory_limit_gib), "
+                "as a configuration has them."
             )
         apply_override(tree, override)
     return tree
