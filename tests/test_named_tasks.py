@@ -30,7 +30,7 @@ from trustbatch.tiny import build_tokenizer
 
 FILES = {
     "gsm8k": ("gsm8k_train", 7473),
-    "deepscaler": ("deepscaler_preview_31k", 30879),
+    "deepscaler": ("deepscaler_preview_31k", 30869),
     "math500": ("math500", 500),
     "countdown": ("countdown_train", 16384),
     "aime24": ("aime24", 30),
