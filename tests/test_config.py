@@ -246,3 +246,15 @@ def test_every_key_is_read_outside_the_configuration() -> None:
         last = name.rpartition(".")[2]
         read_here = f"self.{name}" in config_text or f"self.{last}" in config_text
         assert f".{last}" in text or read_here, f"{name} is never used"
+
+
+def test_a_run_folder_in_the_place_of_a_file_proposes_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"give '.*config\.toml'"):
+        load_config(tmp_path)
+
+
+def test_a_suite_that_is_no_list_is_told_how_to_be_one() -> None:
+    tree = {"model": {"name": "m"}, "task": {"name": "arithmetic"}}
+    with pytest.raises(ConfigError, match=r'evaluation.suite is a list: write .* = \["x"\]'):
+        parse_config({**tree, "evaluation": {"every": 1, "suite": "x"}})

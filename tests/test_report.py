@@ -384,6 +384,20 @@ def test_summary_shows_settings_results_and_warnings(tmp_path: Path) -> None:
     assert ("code", "strength=0.5") in page.text
 
 
+def test_parts_of_rewards_and_tasks_have_charts_and_missing_groups_a_note(tmp_path: Path) -> None:
+    keys = ("reward/math/mean", "task/gsm8k/reward", "dynamic/groups_missing")
+    data = rows(20, **dict.fromkeys(keys, 2.0))
+    page = page_of(tmp_path, make_run(tmp_path / "a", data))
+    for key in keys:
+        assert f'data-metric="{key}"' in (tmp_path / "new/folder/report.html").read_text()
+    remarks = [text for tag, text in page.text if tag == "span"]
+    assert "places filled with groups of equal rewards: first at step 1, up to 2" in remarks
+    page_of(tmp_path, make_run(tmp_path / "b", rows(20)))
+    plain = (tmp_path / "new/folder/report.html").read_text()
+    assert not any(key in plain for key in keys)
+    assert "Groups missing" not in plain
+
+
 def test_finished_run_has_no_warning_and_steps_may_count_from_zero(tmp_path: Path) -> None:
     shifted = [row | {"step": row["step"] - 1} for row in rows(20)]
     for name, data in (("one", rows(20)), ("zero", shifted)):
