@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pacing import make_tiny_model, paced_sessions, run_tiny
+from pacing import make_tiny_model, paced_loops, run_tiny
 
 from trustbatch.config import Config
 
@@ -55,16 +55,18 @@ def main() -> None:
         sys.exit(f"--steps must be more than the {WARM_UP} that are not counted")
     paces = [options.seconds]
     print(f"{time.strftime('%Y-%m-%d')}, {describe_hardware()}: python {' '.join(sys.argv)}")
-    with tempfile.TemporaryDirectory() as scratch, paced_sessions(paces, paces):
+    with tempfile.TemporaryDirectory() as scratch:
         model = make_tiny_model(Path(scratch) / "model")
-        metrics = run_tiny(model, Path(scratch) / "sync", steps=options.steps)
+        with paced_loops(paces, paces):
+            metrics = run_tiny(model, Path(scratch) / "sync", steps=options.steps)
         synchronous = step_seconds(metrics)
         print(f"synchronous   {synchronous:.3f} s a step", flush=True)
         if not has_asynchronous_loop():
             print("asynchronous  not measured: this version has no [cluster] table")
             return
         cluster = {"engines": options.engines, "max_lag": options.lag}
-        metrics = run_tiny(model, Path(scratch) / "async", steps=options.steps, cluster=cluster)
+        with paced_loops(paces, paces):
+            metrics = run_tiny(model, Path(scratch) / "async", steps=options.steps, cluster=cluster)
         asynchronous = step_seconds(metrics)
     ratio = asynchronous / synchronous
     print(f"asynchronous  {asynchronous:.3f} s a step")

@@ -6,55 +6,54 @@ small machine does.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trustbatch import api
 from trustbatch.api import train_config
 from trustbatch.config import parse_config
-from trustbatch.session import Session, open_session
+from trustbatch.loops import draw
 from trustbatch.tiny import build_model, build_tokenizer
+from trustbatch.training.trainer import Trainer
 
 
 class Paced:
-    """Something whose method `name` lasts at least `seconds[n]` in its n-th call."""
+    """A function whose n-th call lasts at least `seconds[n]`, or the last of them."""
 
-    def __init__(self, inner: Any, name: str, seconds: Sequence[float]) -> None:
-        self._inner, self._name, self._seconds, self._calls = inner, name, seconds, 0
+    def __init__(self, function: Callable[..., Any], seconds: Sequence[float]) -> None:
+        self.function, self.seconds, self.num_calls = function, seconds, 0
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return self._paced(found) if name == self._name else found
-
-    def _paced(self, method: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = method(*args, **kwargs)
-            seconds = self._seconds[min(self._calls, len(self._seconds) - 1)]
-            self._calls += 1
-            time.sleep(max(seconds - (time.perf_counter() - start), 0.0))
-            return result
-
-        return call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call, and sleep for what is left."""
+        start = time.perf_counter()
+        seconds = self.seconds[min(self.num_calls, len(self.seconds) - 1)]
+        self.num_calls += 1
+        result = self.function(*args, **kwargs)
+        time.sleep(max(seconds - (time.perf_counter() - start), 0.0))
+        return result
 
 
 @contextmanager
-def paced_sessions(generate: Sequence[float], train: Sequence[float]) -> Iterator[None]:
-    """Let runs that start here draw batch b in generate[b - 1] seconds at least, and so on."""
+def paced_loops(generate: Sequence[float], train: Sequence[float]) -> Iterator[None]:
+    """Let one run draw batch b in generate[b - 1] seconds at least, and train in train[b - 1].
 
-    def opened(*args: Any, **kwargs: Any) -> Session:
-        session = open_session(*args, **kwargs)
-        session.engine = Paced(session.engine, "generate", generate)
-        session.trainer = Paced(session.trainer, "train", train)  # pyright: ignore
-        return session
-
-    api.open_session = opened
+    Both loops draw by `collect` and train by `Trainer.train`. If one of them did not, nothing would
+    be paced and figures would be wrong, so that is an error.
+    """
+    collect, trains = draw.collect, Trainer.train
+    drawing, training = Paced(collect, generate), Paced(trains, train)
+    draw.collect = drawing
+    Trainer.train = lambda *args, **kwargs: training(*args, **kwargs)
     try:
         yield
     finally:
-        api.open_session = open_session
+        draw.collect, Trainer.train = collect, trains
+    if not drawing.num_calls == training.num_calls > 0:
+        raise RuntimeError(
+            f"{drawing.num_calls} batches were drawn and {training.num_calls} trained on at the "
+            "given pace: make pacing.py wrap what the loops call by now."
+        )
 
 
 def make_tiny_model(folder: Path) -> str:

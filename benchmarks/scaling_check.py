@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from overlap import describe_hardware, has_asynchronous_loop
-from pacing import make_tiny_model, paced_sessions, run_tiny
+from pacing import make_tiny_model, paced_loops, run_tiny
 from scaling_costs import EngineCosts
 from scaling_decoding import chunk_ends
 from scaling_schedule import Batch, Chunk, Timeline, simulate_pipeline, simulate_synchronous
@@ -195,7 +195,7 @@ def check_paced(
             tables: dict[str, Any] = {"rollout": {"lag": lag}}
             if asynchronous:
                 tables = {"cluster": {"engines": 2, "max_lag": lag}}
-            with paced_sessions(generate, train):
+            with paced_loops(generate, train):
                 folder = scratch / f"{loop}-{name}-{lag}"
                 metrics = run_tiny(model, folder, steps=steps, **tables)
             pairs = compare_steps(

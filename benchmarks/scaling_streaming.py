@@ -133,7 +133,6 @@ class _Stream:
             and self.next_group < len(self.lengths)
             and self.next_group // self.batch_groups <= self.version + self.lag
         ):
-            engine.advance_to(self.now)
             engine.enter(self.next_group, self.lengths[self.next_group])
             self.first_versions[self.next_group] = self.version
             self.missing[self.next_group] = samples
