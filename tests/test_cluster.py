@@ -321,6 +321,28 @@ def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopb
         assert b"RAY_USAGE_STATS_ENABLED=0" in Path(f"/proc/{pid}/environ").read_bytes()
 
 
+@pytest.mark.slow
+def test_a_dead_trainer_ends_the_run_and_the_same_command_goes_on(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    settings = {
+        "training": {"steps": 60, "learning_rate": 1e-3},
+        "run": {"folder": str(tmp_path), "checkpoint_every": 2},
+    }
+    killer = kill_meanwhile(tmp_path / "run", [(4, "TrainerActor", 1)])
+    with pytest.raises(EngineError, match=r"Trainer \d died: .* from its last checkpoint"):
+        run(tiny_folder, tmp_path, cluster={"trainers": 2, "engines": 1}, **settings)
+    killer.join()
+    deadline = time.monotonic() + 60
+    while actors("TrainerActor") or actors("EngineActor") or actors("RewardActor"):
+        assert time.monotonic() < deadline, "processes outlive the run that they belong to"
+        time.sleep(0.1)
+    assert 4 <= len(read_metrics(tmp_path / "run")) < 60
+    again = run(tiny_folder, tmp_path, cluster={"trainers": 1, "engines": 1}, **settings)
+    assert [line["step"] for line in again.metrics] == list(range(1, 61))
+    assert {line["rollout/lag_max"] for line in again.metrics[1:]} == {1.0}
+
+
 def program(pid: int) -> str:
     try:
         return Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]).name
