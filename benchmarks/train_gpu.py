@@ -75,7 +75,7 @@ class Case:
     steps: int
     overrides: tuple[str, ...]
     peak_flops: float
-    profile: bool
+    profile: bool = False
     output: str
     run: str
 

@@ -81,7 +81,7 @@ def test_dry_run_prints_config_and_plan_and_trains_nothing(
     [
         ("--task.name=arithmetik", "did you mean 'arithmetic'?"),
         ("--task.levl=2", "did you mean 'level'?"),
-        ("--task.level=[1]", "task.level must be one of"),
+        ("--task.level=[1]", "task.level = [1] must be a whole number"),
         ("--model.name=/no/such/folder", "is not a folder here"),
     ],
 )
