@@ -1,0 +1,1 @@
+"""Studies: comparisons of objectives, each a command; see docs/studies.md."""
