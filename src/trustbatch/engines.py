@@ -115,6 +115,7 @@ def _build(
             top_logprobs=rollout.top_logprobs,
             logprob_mode=rollout.logprob_mode,
             trust_remote_code=trust_remote_code,
+            device=rank_device(config.model.device),
         )
     engine = NativeEngine(
         policy,

@@ -11,7 +11,8 @@ from trustbatch.config import Config
 from trustbatch.engines import Engines, open_engines
 from trustbatch.errors import EngineError
 from trustbatch.gpu_memory import let_memory_be_shared
-from trustbatch.policy import quiet_bars
+from trustbatch.policy import Policy, default_precision, quiet_bars
+from trustbatch.ranks import rank_device
 from trustbatch.rollout.canary_reference import CanaryReference
 from trustbatch.session import load_model
 from trustbatch.types import Completion, GenerationRequest
@@ -53,7 +54,7 @@ class EngineActor:
             if config.rollout.engine == "native":
                 let_memory_be_shared()
             with quiet_bars():
-                policy = load_model(config).freeze()
+                policy = _load_policy(config)
             self._engines = open_engines(config, policy, None, version=NOTHING_LOADED)
 
     def generate(self, published: PublishedVersion, requests: Sequence[GenerationRequest]) -> Drawn:
@@ -72,7 +73,7 @@ class EngineActor:
 def _on_own_device(config: Config) -> Config:
     """Return the configuration for the GPU that Ray gave to this actor, its only one."""
     device = config.model.device
-    if not device.startswith("cuda"):
+    if rank_device(device).type == "cpu":
         return config
     if not torch.cuda.is_available():
         raise EngineError(
@@ -80,6 +81,18 @@ def _on_own_device(config: Config) -> Config:
             "1, or to a part of one that several share."
         )
     return config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
+
+
+def _load_policy(config: Config) -> Policy:
+    """Load the policy where the engine needs it: vLLM has a copy of its own on the GPU."""
+    if config.rollout.engine == "native" or rank_device(config.model.device).type == "cpu":
+        return load_model(config).freeze()
+    precision = config.model.precision
+    if precision == "auto":
+        precision = default_precision("cuda")
+    update = {"device": "cpu", "precision": precision}
+    model = config.model.model_copy(update=update)
+    return load_model(config.model_copy(update={"model": model})).freeze()
 
 
 def _on_host(completion: Completion) -> Completion:

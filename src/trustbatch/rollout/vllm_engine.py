@@ -52,9 +52,12 @@ class VllmEngine:
         top_logprobs: int = 0,
         logprob_mode: str = "processed",
         trust_remote_code: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        """`device` is where vLLM computes, if the policy that it copies lies elsewhere."""
         require_vllm()
         self.policy = policy
+        self.on_gpu = (device or policy.device).type == "cuda"
         self.config = config
         self.seed = seed
         self.precision = policy.precision if precision == "auto" else precision
@@ -136,11 +139,10 @@ class VllmEngine:
 
     def _start(self, max_sequences: int, top_logprobs: int) -> Host:
         config = self.config
-        on_gpu = self.policy.device.type == "cuda"
         self._save_model_config()
         settings = HostSettings(
             # on a CPU it would compete for the cores; where vLLM has workers it has one anyway
-            separate_core=config.mode == "server" and (on_gpu or config.tensor_parallel > 1),
+            separate_core=config.mode == "server" and (self.on_gpu or config.tensor_parallel > 1),
             folder=self._folder.name,
             dtype_name=self.dtype_name,
             quantisation="fp8" if self.precision == "fp8" else None,
@@ -202,13 +204,12 @@ class VllmEngine:
         return self._host
 
     def _refuse_impossible(self) -> None:
-        on_cpu = self.policy.device.type == "cpu"
-        if self.precision == "fp8" and on_cpu:
+        if self.precision == "fp8" and not self.on_gpu:
             raise ConfigError(
                 'rollout.precision = "fp8" needs a GPU in vLLM: remove it, or set '
                 'rollout.engine = "native", which emulates it on a CPU.'
             )
-        if self.weight_transfer == "ipc" and on_cpu:
+        if self.weight_transfer == "ipc" and self.policy.device.type == "cpu":
             raise ConfigError(
                 'rollout.vllm.weight_transfer = "ipc" needs a policy on a GPU: set it to '
                 '"shared_memory".'
