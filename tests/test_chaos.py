@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -48,13 +49,24 @@ reward_workers = 1
 max_lag = 2
 max_restarts = 20
 """
-ROUNDS = (10, 30, 50, 90, 110, 150, 170)
-"""after these steps both engines and the reward worker are killed: 21 kills in all"""
+SEED = 7
+NUM_ROUNDS = 8
+"""in each both engines and the reward worker are killed, if they have started"""
 DRIVER_KILLED = (70, 130)
-
 
 STALL_SECONDS = 300.0
 """so long without a step, or with processes that should have ended, is a hang"""
+
+
+@pytest.fixture
+def started_runs() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Runs that end with the test, however it ends."""
+    runs: list[subprocess.Popen[bytes]] = []
+    yield runs
+    for run in runs:
+        if run.poll() is None:
+            run.terminate()
+            run.wait(STALL_SECONDS)
 
 
 def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -86,7 +98,7 @@ def command(pid: int) -> bytes:
 
 @pytest.mark.slow
 def test_two_hundred_steps_among_kills_train_on_every_prompt_as_often_as_undisturbed(
-    tiny_folder: Path, tmp_path: Path
+    tiny_folder: Path, tmp_path: Path, started_runs: list[subprocess.Popen[bytes]]
 ) -> None:
     for name in ("calm", "chaos"):
         text = CONFIG.format(model=str(tiny_folder), folder=str(tmp_path / name))
@@ -94,10 +106,13 @@ def test_two_hundred_steps_among_kills_train_on_every_prompt_as_often_as_undistu
         more = text.replace("[rollout]", "[rollout]\nlag = 2") if name == "calm" else text + CLUSTER
         (tmp_path / f"{name}.toml").write_text(more)
     calm = start(tmp_path / "calm.toml", tmp_path / "log")
+    started_runs.append(calm)
     run, log = tmp_path / "chaos" / "run", tmp_path / "log"
-    chance, rounds, num_killed = random.Random(0), list(ROUNDS), 0
+    chance, num_killed = random.Random(SEED), 0
+    rounds = sorted(chance.sample(range(5, STEPS - 5), NUM_ROUNDS))
     for ends_at in (*DRIVER_KILLED, STEPS + 1):
         driver = start(tmp_path / "chaos.toml", log)
+        started_runs.append(driver)
         started: set[int] = set()
         last_step, deadline = -1, 0.0
         while driver.poll() is None and last_step < ends_at:

@@ -482,10 +482,10 @@ from trustbatch.training.trainer import Trainer
 
 train = Trainer.train
 
-def with_little_memory(*arguments):
+def with_little_memory(*arguments, **more):
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20,) * 2)
-    return train(*arguments)
+    return train(*arguments, **more)
 
 Trainer.train = with_little_memory
 sys.exit(main(sys.argv[1:]))
