@@ -133,12 +133,12 @@ def _numbered(files: dict[str, str]) -> list[tuple[int, str]]:
 
 
 def actors(kind: str) -> list[int]:
-    """Processes of all actors of a class: Ray names them so."""
+    """Processes of all actors of a class: Ray names them so; those of other tests are theirs."""
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
+    for pid in sorted(descendants(os.getpid())):
         with contextlib.suppress(OSError):
-            if (process / "cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
-                found.append(int(process.name))
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
+                found.append(pid)
     return found
 
 

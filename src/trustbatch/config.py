@@ -404,6 +404,11 @@ class ClusterConfig(_Table):
                 f"cluster.reuse = {self.reuse} trains on a batch when it is {self.reuse - 1} "
                 f"versions old at least: set cluster.max_lag to {self.reuse - 1} or more"
             )
+        if self.engine_gpus is not None and self.engine_gpus > 1 and self.engine_gpus % 1:
+            raise ValueError(
+                f"cluster.engine_gpus = {self.engine_gpus:g} is neither a part of one GPU nor a "
+                "whole number of them: round it"
+            )
         if self.transfer_folder is not None and self.weight_transfer != "disk":
             raise ValueError(
                 'cluster.transfer_folder is of use only with cluster.weight_transfer = "disk": set '

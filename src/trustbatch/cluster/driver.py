@@ -24,7 +24,12 @@ def train_on_cluster(config: Config, task: Task | None, train: Train) -> "RunRes
             "cluster.trainers."
         )
     with joined_ray(config):
-        if config.cluster.trainers == 1:
+        from trustbatch.cluster.placement import Demand, machines
+
+        nodes = machines()
+        demand = Demand.of(config, nodes)
+        demand.refuse_what_never_fits(nodes)
+        if not demand.trainers.size:
             return train(config, task)
         from trustbatch.cluster.trainers import train_together
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trustbatch.cluster.crew import Crew, Worker
 from trustbatch.cluster.engine_actor import Drawn, PublishedVersion, RemoteEngine
+from trustbatch.cluster.placement import Demand, Places, machines
 from trustbatch.cluster.publications import (
     DiskPublisher,
     Publication,
@@ -18,7 +19,7 @@ from trustbatch.cluster.publications import (
     SharedMemoryPublisher,
 )
 from trustbatch.config import ClusterConfig, Config
-from trustbatch.errors import ConfigError, EngineError
+from trustbatch.errors import EngineError
 from trustbatch.rollout.canary_reference import CanaryReference
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.in_parts import parts_of
@@ -43,11 +44,15 @@ class EngineFleet:
         self._changing = threading.Lock()
         self._publisher = _publisher(self.cluster, config.run.path)
         self._canary: dict[str, float] = {}
-        start = RemoteEngine.options(num_cpus=1, num_gpus=gpus_per_engine(config)).remote
+        self._places = Places(
+            Demand.of(config, machines()).engines, seconds=self.cluster.start_seconds
+        )
         num_threads = torch.get_num_threads()
         self.crew = Crew(
             "engine",
-            lambda: start(config, num_threads),
+            lambda number: RemoteEngine.options(**self._places.options(number)).remote(
+                config, num_threads
+            ),
             size=self.cluster.engines,
             start_seconds=self.cluster.start_seconds,
             work_seconds=self.cluster.generate_seconds,
@@ -115,6 +120,7 @@ class EngineFleet:
     def close(self) -> None:
         """End all engines."""
         self.crew.close()
+        self._places.close()
         self._publisher.close()
 
     def _note(self, worker: Worker, drawn: Drawn) -> None:
@@ -152,25 +158,3 @@ def _publisher(cluster: ClusterConfig, run: Path) -> Publisher:
     if cluster.weight_transfer == "disk":
         return DiskPublisher(Path(cluster.transfer_folder or run) / WEIGHTS_FOLDER)
     return SharedMemoryPublisher()
-
-
-def gpus_per_engine(config: Config) -> float:
-    """Return how many GPUs each engine asks Ray for; refuses what Ray could never place."""
-    cluster = config.cluster
-    assert cluster is not None
-    there = float(ray.cluster_resources().get("GPU", 0.0))
-    if config.model.device == "cpu" or not there:
-        return cluster.engine_gpus or 0.0
-    # a single trainer is the process that started Ray, and has kept its GPU to itself
-    left = there - (cluster.trainers if cluster.trainers > 1 else 0)
-    whole = config.rollout.vllm.tensor_parallel if config.rollout.engine == "vllm" else 1
-    wanted = float(whole) if cluster.engine_gpus is None else cluster.engine_gpus
-    if cluster.engine_gpus is None and cluster.trainers == there == wanted == 1:
-        return 1.0 / cluster.engines  # all on the only one
-    if wanted * cluster.engines > left:
-        raise ConfigError(
-            f"cluster.engines = {cluster.engines} with {wanted:g} GPUs each need more than the "
-            f"{left:g} that {cluster.trainers} trainers leave: lower cluster.engines, "
-            "cluster.trainers or cluster.engine_gpus."
-        )
-    return wanted
