@@ -475,11 +475,6 @@ class Config(_Table):
                 f"rollout.policies has one called {self.model.name!r}, as the trained model: give "
                 "it a name of its own"
             )
-        if self.cluster is not None and self.evaluation.every:
-            raise ValueError(
-                "evaluation.every is for runs without [cluster]: remove it, and evaluate the run's "
-                "checkpoints with trustbatch eval"
-            )
         if self.cluster is not None and self.rollout.lag:
             raise ValueError(
                 "rollout.lag is for runs without [cluster]: set cluster.max_lag in its place"

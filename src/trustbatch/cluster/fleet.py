@@ -79,9 +79,13 @@ class EngineFleet:
             self._expected = None
 
     def forget_before(self, version: int) -> None:
-        """Give back the room of versions that nobody will ask for again."""
+        """Give back the room of versions that nobody will ask for again.
+
+        The newest one stays, whatever is said: the policy may be evaluated at any time.
+        """
         with self._changing:
-            for old in [each for each in self._published if each < version]:
+            needed = min(version, max(self._published))
+            for old in [each for each in self._published if each < needed]:
                 weights, _ = self._published.pop(old)
                 self._publisher.forget(weights)
 
@@ -89,12 +93,24 @@ class EngineFleet:
         """Return the fleet as an engine that draws from a published version."""
         return _FleetAt(self, version)
 
+    def trained(self) -> RolloutEngine:
+        """Return the fleet as an engine that draws from the newest version of the policy alone.
+
+        Second policies have no part in what the policy is judged by.
+        """
+        return _FleetAt(self, None, alone=True)
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Draw from the newest version."""
         return self.draw(requests, self.version)
 
-    def draw(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
-        """Return all samples of all requests, in their order, drawn by a published version."""
+    def draw(
+        self, requests: Sequence[GenerationRequest], version: int, *, alone: bool = False
+    ) -> list[Completion]:
+        """Return all samples of all requests, in their order, drawn by a published version.
+
+        `alone` leaves second policies aside.
+        """
         with self._changing:
             if version not in self._published:
                 raise EngineError(f"Version {version} is not published, so no engine can draw it.")
@@ -102,7 +118,9 @@ class EngineFleet:
         share = -(-len(requests) // self.cluster.engines)
         chunks = parts_of(requests, self.config.rollout.prompts_per_call or share)
         drawn = self.crew.run(
-            chunks, lambda actor, chunk: actor.generate.remote(published, chunk), self._note
+            chunks,
+            lambda actor, chunk: actor.generate.remote(published, chunk, alone=alone),
+            self._note,
         )
         return [completion for part in drawn for completion in part.completions]
 
@@ -132,14 +150,19 @@ class EngineFleet:
 
 
 class _FleetAt:
-    """The fleet at one version."""
+    """The fleet at one version, or at whichever is the newest."""
 
-    def __init__(self, fleet: EngineFleet, version: int) -> None:
+    def __init__(self, fleet: EngineFleet, version: int | None, *, alone: bool = False) -> None:
         self.fleet = fleet
-        self.version = version
+        self._version = version
+        self._alone = alone
+
+    @property
+    def version(self) -> int:
+        return self.fleet.version if self._version is None else self._version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        return self.fleet.draw(requests, self.version)
+        return self.fleet.draw(requests, self.version, alone=self._alone)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise AssertionError("weights are published through the fleet itself")
