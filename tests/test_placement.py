@@ -1,10 +1,10 @@
 """What the processes of a run ask Ray for, and how it is given to them: bundle by bundle."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,7 @@ import pytest
 from trustbatch.cluster.ray_runtime import LOOPBACK, QUIET
 from trustbatch.config import Config, parse_config
 from trustbatch.errors import ConfigError, EngineError
-
-if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
-    pytest.skip("Ray is not installed", allow_module_level=True)
+from trustbatch.plan.demand import Bundles, Demand
 
 
 def config_with(cluster: dict[str, Any], *, device: str = "auto", **rollout: Any) -> Config:
@@ -23,17 +21,11 @@ def config_with(cluster: dict[str, Any], *, device: str = "auto", **rollout: Any
     return parse_config({**tree, "rollout": rollout, "cluster": cluster})
 
 
-@pytest.fixture(scope="module", autouse=True)
-def loopback() -> None:
-    """For whoever imports Ray from here on."""
-    os.environ.update(QUIET | LOOPBACK)
-
-
 @pytest.fixture(scope="module")
-def ray_with_gpus(loopback: None) -> Iterator[None]:
+def ray_with_gpus() -> Iterator[None]:
     """A Ray of four processes that believes in two GPUs."""
-    import ray
-
+    os.environ.update(QUIET | LOOPBACK)  # Ray reads them when it is imported
+    ray = pytest.importorskip("ray")
     ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
@@ -72,8 +64,6 @@ def test_the_bundles_are_those_of_the_split(
     trainers: list[float],
     engines: list[float],
 ) -> None:
-    from trustbatch.cluster.placement import Demand
-
     demand = Demand.of(config_with(cluster | {"reward_workers": 3}, **rollout), nodes)
     found = [
         [kind.each] * kind.size for kind in (demand.trainers, demand.engines, demand.reward_workers)
@@ -83,12 +73,10 @@ def test_the_bundles_are_those_of_the_split(
         [{"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0} for gpus in engines],
         [{"CPU": 1.0}] * 3,
     ]
-    demand.refuse_what_never_fits(nodes)
+    assert demand.obstacle(nodes) is None
 
 
 def test_a_run_on_the_cpu_asks_for_no_gpu() -> None:
-    from trustbatch.cluster.placement import Demand
-
     demand = Demand.of(config_with({"trainers": 2}, device="cpu"), EIGHT)
     assert (demand.trainers.gpus, demand.engines.gpus) == (0.0, 0.0)
 
@@ -122,10 +110,9 @@ def test_a_run_on_the_cpu_asks_for_no_gpu() -> None:
 def test_what_can_never_be_placed_is_refused_at_once(
     cluster: dict[str, Any], rollout: dict[str, Any], nodes: list[dict[str, float]], sentence: str
 ) -> None:
-    from trustbatch.cluster.placement import Demand
-
-    with pytest.raises(ConfigError, match=sentence):
-        Demand.of(config_with(cluster, **rollout), nodes).refuse_what_never_fits(nodes)
+    obstacle = Demand.of(config_with(cluster, **rollout), nodes).obstacle(nodes)
+    assert obstacle is not None
+    assert re.search(sentence, obstacle)
 
 
 def test_a_run_that_ray_can_not_hold_ends_before_anything_is_loaded(ray_with_gpus: None) -> None:
@@ -139,7 +126,7 @@ def test_a_new_actor_gets_the_gpu_of_a_hung_one_when_that_is_gone(ray_with_gpus:
     import ray
 
     from trustbatch.cluster.crew import Crew
-    from trustbatch.cluster.placement import Bundles, Places
+    from trustbatch.cluster.placement import Places
 
     class Member:
         def prepare(self) -> None:
@@ -178,7 +165,7 @@ def test_a_new_actor_gets_the_gpu_of_a_hung_one_when_that_is_gone(ray_with_gpus:
 
 
 def test_room_that_others_have_is_waited_for_and_then_spoken_of(ray_with_gpus: None) -> None:
-    from trustbatch.cluster.placement import Bundles, Places
+    from trustbatch.cluster.placement import Places
 
     first = Places(Bundles("engine", "cluster.engines", 2, gpus=1.0), seconds=30.0)
     sentence = (

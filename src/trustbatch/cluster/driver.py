@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
+from trustbatch.plan.demand import Demand
 from trustbatch.tasks import Task
 
 if TYPE_CHECKING:
@@ -24,11 +25,12 @@ def train_on_cluster(config: Config, task: Task | None, train: Train) -> "RunRes
             "cluster.trainers."
         )
     with joined_ray(config):
-        from trustbatch.cluster.placement import Demand, machines
+        from trustbatch.cluster.placement import machines
 
         nodes = machines()
         demand = Demand.of(config, nodes)
-        demand.refuse_what_never_fits(nodes)
+        if obstacle := demand.obstacle(nodes):
+            raise ConfigError(obstacle)
         if not demand.trainers.size:
             return train(config, task)
         from trustbatch.cluster.trainers import train_together

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trustbatch.cluster.crew import Crew, Worker
 from trustbatch.cluster.engine_actor import Drawn, PublishedVersion, RemoteEngine
-from trustbatch.cluster.placement import Demand, Places, machines
+from trustbatch.cluster.placement import Places, machines
 from trustbatch.cluster.publications import (
     DiskPublisher,
     Publication,
@@ -20,6 +20,7 @@ from trustbatch.cluster.publications import (
 )
 from trustbatch.config import ClusterConfig, Config
 from trustbatch.errors import EngineError
+from trustbatch.plan.demand import Demand
 from trustbatch.rollout.canary_reference import CanaryReference
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.in_parts import parts_of

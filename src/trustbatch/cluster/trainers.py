@@ -11,9 +11,10 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from trustbatch.cluster.driver import Train
-from trustbatch.cluster.placement import Demand, Places, machines
+from trustbatch.cluster.placement import Places, machines
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError, EngineError, TrustbatchError
+from trustbatch.plan.demand import Demand
 from trustbatch.ranks import joined_ranks
 from trustbatch.tasks import Task
 from trustbatch.tasks.problems import ProblemTask
