@@ -80,13 +80,25 @@ def rollouts(result: trustbatch.RunResult) -> dict[str, str]:
     return {path.name: path.read_text() for path in (result.folder / "rollouts").iterdir()}
 
 
+EVALUATION = {"every": 2, "suite": ["arithmetic"], "prompts": 5, "samples": 3, "max_tokens": 6}
+EVALUATED = "eval/arithmetic/mean_tokens"
+
+
+def evaluated(result: trustbatch.RunResult) -> dict[str, str]:
+    """The samples of all evaluations."""
+    folder = result.folder / "evaluations"
+    return {path.parent.name: path.read_text() for path in folder.glob("*/samples.jsonl")}
+
+
+def weights(result: trustbatch.RunResult) -> dict[str, bytes]:
+    tensors = load_file(result.checkpoint / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
 def assert_same(actual: trustbatch.RunResult, expected: trustbatch.RunResult) -> None:
     assert comparable(actual) == comparable(expected)
     assert rollouts(actual) == rollouts(expected)
-    mine = load_file(actual.checkpoint / "model.safetensors")
-    others = load_file(expected.checkpoint / "model.safetensors")
-    assert mine.keys() == others.keys()
-    assert all(torch.equal(mine[name], others[name]) for name in mine)
+    assert weights(actual) == weights(expected)
 
 
 @pytest.mark.slow
@@ -128,17 +140,43 @@ def test_batches_are_reused_and_dynamic_sampling_keeps_the_bound(
     assert samples[0] == samples[1] != samples[2] == samples[3] != samples[4] == samples[5]
 
 
+@pytest.mark.slow
+def test_an_evaluation_is_that_of_one_process_and_changes_nothing(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Second policies draw for the training alone, and older versions go on drawing meanwhile."""
+    second = {"model": str(tiny_folder), "name": "second", "share": 0.5, "temperature": 1.5}
+    settings = {"training": {"steps": 4, "learning_rate": 1e-3}}
+    mixture = {"policies": [second]}
+    plain = run(tiny_folder, tmp_path / "plain", rollout={"lag": 2, **mixture}, **settings)
+    settings["evaluation"] = EVALUATION
+    expected = run(tiny_folder, tmp_path / "sync", rollout={"lag": 2, **mixture}, **settings)
+    cluster = {"engines": 2, "reward_workers": 0, "max_lag": 2}
+    actual = run(tiny_folder, tmp_path / "async", rollout=mixture, cluster=cluster, **settings)
+    assert_same(actual, expected)
+    assert evaluated(actual) == evaluated(expected)
+    assert len(evaluated(actual)) == 3
+    assert [line["step"] for line in actual.metrics if EVALUATED in line] == [0, 2, 4]
+    assert len({line[EVALUATED] for line in actual.metrics if EVALUATED in line}) > 1
+    trained = [
+        {key: value for key, value in line.items() if not key.startswith("eval/")}
+        for line in comparable(actual)
+    ]
+    assert trained[1:] == comparable(plain)
+    assert weights(actual) == weights(plain)
+
+
 def _numbered(files: dict[str, str]) -> list[tuple[int, str]]:
     return [(number, files[name]) for number, name in enumerate(sorted(files), start=1)]
 
 
 def actors(kind: str) -> list[int]:
-    """Processes of all actors of a class: Ray names them so."""
+    """Processes of all actors of a class: Ray names them so; those of other tests are theirs."""
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
+    for pid in sorted(descendants(os.getpid())):
         with contextlib.suppress(OSError):
-            if (process / "cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
-                found.append(int(process.name))
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
+                found.append(pid)
     return found
 
 
@@ -248,7 +286,7 @@ def test_a_fleet_stops_at_a_false_canary_and_at_deaths_without_end(
     with pytest.raises(CanaryError, match=r"version 1\) does not sample from the trainer's policy"):
         fleet.generate(notes.requests)
     assert {c.provenance.version for c in fleet.at(0).generate(notes.requests)} == {0}
-    fleet.forget_before(1)
+    fleet.forget_before(7)  # the newest one stays
     with pytest.raises(EngineError, match="Version 0 is not published"):
         fleet.at(0).generate(notes.requests)
 
@@ -277,6 +315,7 @@ def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopb
             **settings,
         },
         "training": length,
+        "evaluation": EVALUATION,
         "run": {"folder": str(tmp_path / "sync"), "checkpoint_every": 3, "rollouts_every": 1},
     }
     (tmp_path / "config.toml").write_text(parse_config(config).to_toml())
@@ -303,6 +342,7 @@ def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopb
             tmp_path / "async",
             rollout=settings,
             training=length,
+            evaluation=EVALUATION,
             cluster={"trainers": 2, "engines": 1, "max_lag": 1},
         )
     finally:
@@ -313,6 +353,8 @@ def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopb
         folder=folder, checkpoint=folder / "checkpoints" / "step-3", metrics=read_metrics(folder)
     )
     assert_same(actual, expected)
+    assert evaluated(actual) == evaluated(expected)
+    assert [line["step"] for line in actual.metrics if EVALUATED in line] == [0, 2, 3]
     assert {address for _, address in seen} <= set(LOOPBACK)
     servers = [pid for pid in descendants(os.getpid()) if program(pid) in ("raylet", "gcs_server")]
     assert len(servers) == 2

@@ -404,6 +404,11 @@ class ClusterConfig(_Table):
                 f"cluster.reuse = {self.reuse} trains on a batch when it is {self.reuse - 1} "
                 f"versions old at least: set cluster.max_lag to {self.reuse - 1} or more"
             )
+        if self.engine_gpus is not None and self.engine_gpus > 1 and self.engine_gpus % 1:
+            raise ValueError(
+                f"cluster.engine_gpus = {self.engine_gpus:g} is neither a part of one GPU nor a "
+                "whole number of them: round it"
+            )
         if self.transfer_folder is not None and self.weight_transfer != "disk":
             raise ValueError(
                 'cluster.transfer_folder is of use only with cluster.weight_transfer = "disk": set '
@@ -469,11 +474,6 @@ class Config(_Table):
             raise ValueError(
                 f"rollout.policies has one called {self.model.name!r}, as the trained model: give "
                 "it a name of its own"
-            )
-        if self.cluster is not None and self.evaluation.every:
-            raise ValueError(
-                "evaluation.every is for runs without [cluster]: remove it, and evaluate the run's "
-                "checkpoints with trustbatch eval"
             )
         if self.cluster is not None and self.rollout.lag:
             raise ValueError(

@@ -173,9 +173,12 @@ def _of_fleet(fleet: EngineFleet | None, *, version: int) -> Engines:
     """Return the fleet as the engine of this rank; other ranks help to gather the weights."""
     if num_ranks() == 1:
         assert fleet is not None
-        return Engines(fleet, fleet)
-    shared = SharedEngine(fleet, num_owners=1, version=version)
-    return Engines(shared, shared)
+        return Engines(fleet.trained(), fleet)
+    trained = fleet.trained() if fleet is not None else None
+    return Engines(
+        SharedEngine(trained, num_owners=1, version=version),
+        SharedEngine(fleet, num_owners=1, version=version),
+    )
 
 
 def _open_scorer(config: Config, task: Task, own: Scorer) -> RemoteScorer:

@@ -61,7 +61,7 @@ class Crew:
     def __init__(
         self,
         kind: str,
-        start: Callable[[], Any],
+        start: Callable[[int], Any],
         *,
         size: int,
         start_seconds: float,
@@ -79,7 +79,7 @@ class Crew:
         """who had to be replaced last, and why"""
         self._closed = threading.Event()
         self._working = threading.Lock()  # a batch and, say, an evaluation come one by one
-        self.workers = [Worker(kind, number, self._started()) for number in range(size)]
+        self.workers = [Worker(kind, number, self._started(number)) for number in range(size)]
 
     @property
     def restarts(self) -> int:
@@ -177,10 +177,10 @@ class Crew:
         ray.kill(worker.actor)
         worker.restarts += 1
         worker.is_ready = False
-        worker.actor = self._started()
+        worker.actor = self._started(worker.number)
 
-    def _started(self) -> Any:
-        actor = self._start()
+    def _started(self, number: int) -> Any:
+        actor = self._start(number)
         actor.prepare.remote()  # not awaited: what goes wrong there goes wrong again at work
         return actor
 

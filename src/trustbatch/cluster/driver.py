@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
+from trustbatch.plan.demand import Demand
 from trustbatch.tasks import Task
 
 if TYPE_CHECKING:
@@ -24,7 +25,13 @@ def train_on_cluster(config: Config, task: Task | None, train: Train) -> "RunRes
             "cluster.trainers."
         )
     with joined_ray(config):
-        if config.cluster.trainers == 1:
+        from trustbatch.cluster.placement import machines
+
+        nodes = machines()
+        demand = Demand.of(config, nodes)
+        if obstacle := demand.obstacle(nodes):
+            raise ConfigError(obstacle)
+        if not demand.trainers.size:
             return train(config, task)
         from trustbatch.cluster.trainers import train_together
 

@@ -57,8 +57,17 @@ class EngineActor:
                 policy = _load_policy(config)
             self._engines = open_engines(config, policy, None, version=NOTHING_LOADED)
 
-    def generate(self, published: PublishedVersion, requests: Sequence[GenerationRequest]) -> Drawn:
-        """Draw from a version, after taking it over and being checked if it is another one."""
+    def generate(
+        self,
+        published: PublishedVersion,
+        requests: Sequence[GenerationRequest],
+        *,
+        alone: bool = False,
+    ) -> Drawn:
+        """Draw from a version, after taking it over and being checked if it is another one.
+
+        `alone` leaves second policies aside.
+        """
         self.prepare()
         assert self._engines is not None
         trained, canary = self._engines.trained, {}
@@ -66,7 +75,7 @@ class EngineActor:
             trained.load_weights(published.weights.tensors(), published.version)
             if published.reference is not None:
                 canary = published.reference.check(trained)
-        completions = self._engines.all.generate(requests)
+        completions = (trained if alone else self._engines.all).generate(requests)
         return Drawn([_on_host(completion) for completion in completions], canary)
 
 

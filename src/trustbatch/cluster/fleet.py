@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trustbatch.cluster.crew import Crew, Worker
 from trustbatch.cluster.engine_actor import Drawn, PublishedVersion, RemoteEngine
+from trustbatch.cluster.placement import Places, machines
 from trustbatch.cluster.publications import (
     DiskPublisher,
     Publication,
@@ -18,7 +19,8 @@ from trustbatch.cluster.publications import (
     SharedMemoryPublisher,
 )
 from trustbatch.config import ClusterConfig, Config
-from trustbatch.errors import ConfigError, EngineError
+from trustbatch.errors import EngineError
+from trustbatch.plan.demand import Demand
 from trustbatch.rollout.canary_reference import CanaryReference
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.in_parts import parts_of
@@ -43,11 +45,15 @@ class EngineFleet:
         self._changing = threading.Lock()
         self._publisher = _publisher(self.cluster, config.run.path)
         self._canary: dict[str, float] = {}
-        start = RemoteEngine.options(num_cpus=1, num_gpus=gpus_per_engine(config)).remote
+        self._places = Places(
+            Demand.of(config, machines()).engines, seconds=self.cluster.start_seconds
+        )
         num_threads = torch.get_num_threads()
         self.crew = Crew(
             "engine",
-            lambda: start(config, num_threads),
+            lambda number: RemoteEngine.options(**self._places.options(number)).remote(
+                config, num_threads
+            ),
             size=self.cluster.engines,
             start_seconds=self.cluster.start_seconds,
             work_seconds=self.cluster.generate_seconds,
@@ -74,9 +80,13 @@ class EngineFleet:
             self._expected = None
 
     def forget_before(self, version: int) -> None:
-        """Give back the room of versions that nobody will ask for again."""
+        """Give back the room of versions that nobody will ask for again.
+
+        The newest one stays, whatever is said: the policy may be evaluated at any time.
+        """
         with self._changing:
-            for old in [each for each in self._published if each < version]:
+            needed = min(version, max(self._published))
+            for old in [each for each in self._published if each < needed]:
                 weights, _ = self._published.pop(old)
                 self._publisher.forget(weights)
 
@@ -84,12 +94,24 @@ class EngineFleet:
         """Return the fleet as an engine that draws from a published version."""
         return _FleetAt(self, version)
 
+    def trained(self) -> RolloutEngine:
+        """Return the fleet as an engine that draws from the newest version of the policy alone.
+
+        Second policies have no part in what the policy is judged by.
+        """
+        return _FleetAt(self, None, alone=True)
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Draw from the newest version."""
         return self.draw(requests, self.version)
 
-    def draw(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
-        """Return all samples of all requests, in their order, drawn by a published version."""
+    def draw(
+        self, requests: Sequence[GenerationRequest], version: int, *, alone: bool = False
+    ) -> list[Completion]:
+        """Return all samples of all requests, in their order, drawn by a published version.
+
+        `alone` leaves second policies aside.
+        """
         with self._changing:
             if version not in self._published:
                 raise EngineError(f"Version {version} is not published, so no engine can draw it.")
@@ -97,7 +119,9 @@ class EngineFleet:
         share = -(-len(requests) // self.cluster.engines)
         chunks = parts_of(requests, self.config.rollout.prompts_per_call or share)
         drawn = self.crew.run(
-            chunks, lambda actor, chunk: actor.generate.remote(published, chunk), self._note
+            chunks,
+            lambda actor, chunk: actor.generate.remote(published, chunk, alone=alone),
+            self._note,
         )
         return [completion for part in drawn for completion in part.completions]
 
@@ -115,6 +139,7 @@ class EngineFleet:
     def close(self) -> None:
         """End all engines."""
         self.crew.close()
+        self._places.close()
         self._publisher.close()
 
     def _note(self, worker: Worker, drawn: Drawn) -> None:
@@ -126,14 +151,19 @@ class EngineFleet:
 
 
 class _FleetAt:
-    """The fleet at one version."""
+    """The fleet at one version, or at whichever is the newest."""
 
-    def __init__(self, fleet: EngineFleet, version: int) -> None:
+    def __init__(self, fleet: EngineFleet, version: int | None, *, alone: bool = False) -> None:
         self.fleet = fleet
-        self.version = version
+        self._version = version
+        self._alone = alone
+
+    @property
+    def version(self) -> int:
+        return self.fleet.version if self._version is None else self._version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        return self.fleet.draw(requests, self.version)
+        return self.fleet.draw(requests, self.version, alone=self._alone)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise AssertionError("weights are published through the fleet itself")
@@ -152,25 +182,3 @@ def _publisher(cluster: ClusterConfig, run: Path) -> Publisher:
     if cluster.weight_transfer == "disk":
         return DiskPublisher(Path(cluster.transfer_folder or run) / WEIGHTS_FOLDER)
     return SharedMemoryPublisher()
-
-
-def gpus_per_engine(config: Config) -> float:
-    """Return how many GPUs each engine asks Ray for; refuses what Ray could never place."""
-    cluster = config.cluster
-    assert cluster is not None
-    there = float(ray.cluster_resources().get("GPU", 0.0))
-    if config.model.device == "cpu" or not there:
-        return cluster.engine_gpus or 0.0
-    # a single trainer is the process that started Ray, and has kept its GPU to itself
-    left = there - (cluster.trainers if cluster.trainers > 1 else 0)
-    whole = config.rollout.vllm.tensor_parallel if config.rollout.engine == "vllm" else 1
-    wanted = float(whole) if cluster.engine_gpus is None else cluster.engine_gpus
-    if cluster.engine_gpus is None and cluster.trainers == there == wanted == 1:
-        return 1.0 / cluster.engines  # all on the only one
-    if wanted * cluster.engines > left:
-        raise ConfigError(
-            f"cluster.engines = {cluster.engines} with {wanted:g} GPUs each need more than the "
-            f"{left:g} that {cluster.trainers} trainers leave: lower cluster.engines, "
-            "cluster.trainers or cluster.engine_gpus."
-        )
-    return wanted

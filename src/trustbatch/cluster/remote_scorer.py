@@ -7,9 +7,11 @@ from dataclasses import replace
 import ray
 
 from trustbatch.cluster.crew import Crew, Worker
+from trustbatch.cluster.placement import Places, machines
 from trustbatch.cluster.reward_actor import RemoteGrader
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
+from trustbatch.plan.demand import Demand
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.in_parts import parts_of
 from trustbatch.tasks import Task
@@ -33,10 +35,13 @@ class RemoteScorer:
                 f"The task {task.name!r} can't be sent to reward workers ({error}): define it in a "
                 "module, or set cluster.reward_workers to 0."
             ) from error
-        start = RemoteGrader.options(num_cpus=1).remote
+        bundles = Demand.of(config, machines()).reward_workers
+        self._places = Places(bundles, seconds=self.cluster.start_seconds, spread=True)
         self.crew = Crew(
             "reward worker",
-            lambda: start(config, shared),
+            lambda number: RemoteGrader.options(**self._places.options(number)).remote(
+                config, shared
+            ),
             size=self.cluster.reward_workers,
             start_seconds=self.cluster.start_seconds,
             work_seconds=self.cluster.grade_seconds,
@@ -60,6 +65,7 @@ class RemoteScorer:
     def close(self) -> None:
         """End all reward workers."""
         self.crew.close()
+        self._places.close()
         self.own.close()
 
 

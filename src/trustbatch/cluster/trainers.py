@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trustbatch.cluster.driver import Train
+from trustbatch.cluster.placement import Places, machines
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError, EngineError, TrustbatchError
+from trustbatch.plan.demand import Demand
 from trustbatch.ranks import joined_ranks
 from trustbatch.tasks import Task
 from trustbatch.tasks.problems import ProblemTask
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from trustbatch.api import RunResult
 
 LOOK_EVERY = 1.0
-START_SECONDS = 120.0
+HEARD_LATER = 5.0
+"""seconds until the death of a process that other ranks have noticed is known to Ray"""
 
 
 class TrainerActor:
@@ -56,20 +57,14 @@ def train_together(config: Config, task: Task | None, train: Train) -> "RunResul
             f"The task {task.name!r} leaves its problems behind when it is sent to other trainers: "
             'give it as a table, such as task={"name": "file", "path": ...}.'
         )
-    uses_gpu = config.model.device != "cpu" and bool(ray.cluster_resources().get("GPU"))
-    bundle = {"CPU": 1.0, "GPU": 1.0} if uses_gpu else {"CPU": 1.0}
-    group = placement_group([bundle] * cluster.trainers, strategy="PACK")
     remote: Any = ray.remote(TrainerActor)
+    bundles = Demand.of(config, machines()).trainers
+    places = Places(bundles, seconds=cluster.start_seconds)
     with tempfile.TemporaryDirectory(prefix="trustbatch-ranks-") as folder:
         try:
-            _await_places(group, bundle, cluster.trainers)
-            strategy = PlacementGroupSchedulingStrategy(group)
-            options = remote.options(
-                num_cpus=1, num_gpus=bundle.get("GPU", 0.0), scheduling_strategy=strategy
-            )
             num_threads = torch.get_num_threads()
             actors = [
-                options.remote(rank, cluster.trainers, num_threads)
+                remote.options(**places.options(rank)).remote(rank, cluster.trainers, num_threads)
                 for rank in range(cluster.trainers)
             ]
             # on one machine they meet in a file: a store would listen to the whole network
@@ -79,17 +74,7 @@ def train_together(config: Config, task: Task | None, train: Train) -> "RunResul
             calls = [actor.train.remote(train, config, task, meet_at) for actor in actors]
             return _first_result(calls)
         finally:
-            remove_placement_group(group)  # which ends those who live in it
-
-
-def _await_places(group: Any, bundle: dict[str, float], num_trainers: int) -> None:
-    if not group.wait(START_SECONDS):
-        there = {key: ray.cluster_resources().get(key, 0.0) for key in bundle}
-        raise EngineError(
-            f"Ray found no place for {num_trainers} trainers with {bundle} each within "
-            f"{START_SECONDS:.0f} seconds, and has {there} in all: lower cluster.trainers, or add "
-            "machines."
-        )
+            places.close()  # which ends the trainers, and so the engines
 
 
 def _first_result(calls: list[Any]) -> "RunResult":
@@ -98,17 +83,29 @@ def _first_result(calls: list[Any]) -> "RunResult":
     while waiting:
         done, waiting = ray.wait(waiting, timeout=LOOK_EVERY)
         for call in done:
-            rank = calls.index(call)
             try:
                 ray.get(call)
             except RayTaskError as error:
                 cause = error.cause
                 if isinstance(cause, TrustbatchError | OSError):
                     raise cause from error
+                _raise_death(calls)  # of which this one may only have heard
                 raise
-            except RayActorError as error:
-                raise EngineError(
-                    f"Trainer {rank} died: see why in Ray's logs; the same command continues the "
-                    "run from its last checkpoint."
-                ) from error
+            except RayActorError:
+                _raise_death(calls)
     return ray.get(calls[0])
+
+
+def _raise_death(calls: list[Any]) -> None:
+    """Say which rank has died, if one has; Ray may learn of it after the others."""
+    ended, _ = ray.wait(calls, num_returns=len(calls), timeout=HEARD_LATER)
+    for call in ended:
+        try:
+            ray.get(call)
+        except RayTaskError:
+            continue
+        except RayActorError as error:
+            raise EngineError(
+                f"Trainer {calls.index(call)} died: see why in Ray's logs; the same command "
+                "continues the run from its last checkpoint."
+            ) from error

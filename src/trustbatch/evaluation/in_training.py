@@ -119,7 +119,9 @@ class InTrainingEvaluation:
 
     @property
     def _max_sequences(self) -> int:
-        return self.config.rollout.max_sequences * num_ranks()
+        cluster = self.config.cluster
+        num_engines = num_ranks() if cluster is None else cluster.engines
+        return self.config.rollout.max_sequences * num_engines
 
     def _open_folder(self, step: int) -> EvaluationFolder:
         path: Path = self.run.path / "evaluations" / f"step-{step:06d}"

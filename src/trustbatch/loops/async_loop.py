@@ -20,7 +20,7 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
     Consumes graded batches, the oldest first, each in `cluster.reuse` steps.
     Waits for the next batch and, before a checkpoint, for those that older versions still draw.
     Unblocked by the drawer, a thread of the first rank, and it unblocks that by new versions.
-    Produces a version of the policy in each step, metrics and checkpoints.
+    Produces a version of the policy in each step, metrics, evaluations and checkpoints.
 
     With `cluster.max_lag` = L, the batch trained at version v was drawn by version v - L (by
     version 0 in the first L steps), as the synchronous loop has it with `rollout.lag` = L: who is
@@ -35,6 +35,7 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
     drawer = Drawer(session) if session.fleet is not None else None
     status = LiveStatus(session, drawer) if drawer else None
     try:
+        session.evaluation.before_first_step(loop.step)
         while loop.step < config.training.steps:
             started = time.perf_counter()
             # ranks other than the first have no drawer, and get what it has drawn
@@ -45,6 +46,8 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
             if drawer and status:
                 drawer.trained()
                 metrics |= status.trained(loop.step, metrics)
+            # while the drawer goes on: the engines take turns
+            metrics |= session.evaluation.after_step(loop.step)
             write_down(session, groups, advantages, metrics)
             if is_checkpoint_due(session):
                 session.checkpointer.save(drawer.state() if drawer else LoopState(step=loop.step))
