@@ -9,7 +9,7 @@ import ray
 import torch
 from torch import Tensor
 
-from trustbatch.cluster.crew import Crew, Worker
+from trustbatch.cluster.crew import Crew, Work, Worker
 from trustbatch.cluster.engine_actor import Drawn, PublishedVersion, RemoteEngine
 from trustbatch.cluster.publications import (
     DiskPublisher,
@@ -25,13 +25,16 @@ from trustbatch.rollout.in_parts import parts_of
 from trustbatch.types import Completion, GenerationRequest
 
 WEIGHTS_FOLDER = "weights"
+OFFERS = "offers"
+"""Ray's name for the thread of an actor that hears of new versions while another one draws"""
 
 
 class EngineFleet:
     """Deals requests to engines in other processes; what is drawn does not depend on who draws.
 
     It holds every version that may still be asked for. Publishing and drawing may come from
-    different threads. It draws from the newest version; `at` is the same fleet at another one.
+    different threads. It draws from the newest version; `at` is the same fleet at another one, and
+    `in_flight` one whose engines take over new versions while they draw.
     """
 
     def __init__(self, config: Config) -> None:
@@ -43,7 +46,8 @@ class EngineFleet:
         self._changing = threading.Lock()
         self._publisher = _publisher(self.cluster, config.run.path)
         self._canary: dict[str, float] = {}
-        start = RemoteEngine.options(num_cpus=1, num_gpus=gpus_per_engine(config)).remote
+        threads = {"concurrency_groups": {OFFERS: 1}} if self.cluster.in_flight else {}
+        start = RemoteEngine.options(num_cpus=1, num_gpus=gpus_per_engine(config), **threads).remote
         num_threads = torch.get_num_threads()
         self.crew = Crew(
             "engine",
@@ -66,12 +70,19 @@ class EngineFleet:
         self._expected = reference
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Publish a version; engines take it over when they are asked to draw from it."""
+        """Publish a version; engines take it over when they are asked to draw from it.
+
+        With `cluster.in_flight` they are told of it at once.
+        """
         stored = self._publisher.publish(weights, version)
         with self._changing:
-            published = PublishedVersion(version, stored, self._expected)
-            self._published[version] = stored, ray.put(published)
+            published = ray.put(PublishedVersion(version, stored, self._expected))
+            self._published[version] = stored, published
             self._expected = None
+        if self.cluster.in_flight:
+            # not awaited: one that dies is replaced by one that is given the newest version
+            for worker in self.crew.workers:
+                worker.actor.offer.options(concurrency_group=OFFERS).remote(published)
 
     def forget_before(self, version: int) -> None:
         """Give back the room of versions that nobody will ask for again."""
@@ -84,6 +95,11 @@ class EngineFleet:
         """Return the fleet as an engine that draws from a published version."""
         return _FleetAt(self, version)
 
+    def in_flight(self) -> RolloutEngine:
+        """Return the fleet as an engine that always draws from the newest version there is."""
+        assert self.cluster.in_flight
+        return _FleetInFlight(self)
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Draw from the newest version."""
         return self.draw(requests, self.version)
@@ -94,11 +110,26 @@ class EngineFleet:
             if version not in self._published:
                 raise EngineError(f"Version {version} is not published, so no engine can draw it.")
             _, published = self._published[version]
+        return self._deal(requests, lambda actor, chunk: actor.generate.remote(published, chunk))
+
+    def draw_in_flight(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Return all samples of all requests, in their order, each token by the newest version.
+
+        What an engine that died has left unfinished is drawn by the version that is newest then.
+        """
+        return self._deal(
+            requests,
+            lambda actor, chunk: actor.generate_in_flight.remote(self._newest(), chunk),
+        )
+
+    def _newest(self) -> Any:
+        with self._changing:
+            return self._published[max(self._published)][1]
+
+    def _deal(self, requests: Sequence[GenerationRequest], work: Work) -> list[Completion]:
         share = -(-len(requests) // self.cluster.engines)
         chunks = parts_of(requests, self.config.rollout.prompts_per_call or share)
-        drawn = self.crew.run(
-            chunks, lambda actor, chunk: actor.generate.remote(published, chunk), self._note
-        )
+        drawn = self.crew.run(chunks, work, self._note)
         return [completion for part in drawn for completion in part.completions]
 
     def take_canary(self) -> dict[str, float]:
@@ -120,20 +151,16 @@ class EngineFleet:
     def _note(self, worker: Worker, drawn: Drawn) -> None:
         num_tokens = sum(len(completion.token_ids) for completion in drawn.completions)
         worker.notes["tokens"] = worker.notes.get("tokens", 0.0) + num_tokens
-        worker.notes["version"] = drawn.completions[0].provenance.version
+        worker.notes["version"] = drawn.version
         for name, value in drawn.canary.items():
             self._canary[name] = max(self._canary.get(name, 0.0), value)
 
 
-class _FleetAt:
-    """The fleet at one version."""
+class _FleetView:
+    """The fleet as an engine for those who only draw."""
 
-    def __init__(self, fleet: EngineFleet, version: int) -> None:
+    def __init__(self, fleet: EngineFleet) -> None:
         self.fleet = fleet
-        self.version = version
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        return self.fleet.draw(requests, self.version)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise AssertionError("weights are published through the fleet itself")
@@ -146,6 +173,28 @@ class _FleetAt:
 
     def close(self) -> None:
         """Leave it to the fleet: it has other versions."""
+
+
+class _FleetAt(_FleetView):
+    """The fleet at one version."""
+
+    def __init__(self, fleet: EngineFleet, version: int) -> None:
+        super().__init__(fleet)
+        self.version = version
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return self.fleet.draw(requests, self.version)
+
+
+class _FleetInFlight(_FleetView):
+    """The fleet at the newest version at any time."""
+
+    @property
+    def version(self) -> int:
+        return self.fleet.version
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return self.fleet.draw_in_flight(requests)
 
 
 def _publisher(cluster: ClusterConfig, run: Path) -> Publisher:
