@@ -19,6 +19,8 @@ from trustbatch.session import load_model
 from trustbatch.types import Completion, GenerationRequest
 
 NOTHING_LOADED = -1
+OFFERS = "offers"
+"""Ray's name for the thread of an actor that hears of new versions while another one draws"""
 
 
 @dataclass(frozen=True)
@@ -158,3 +160,4 @@ def _on_host(completion: Completion) -> Completion:
 
 
 RemoteEngine = ray.remote(EngineActor)
+RemoteEngineInFlight = ray.remote(concurrency_groups={OFFERS: 1})(EngineActor)

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from trustbatch.cluster.crew import Crew, Work, Worker
-from trustbatch.cluster.engine_actor import Drawn, PublishedVersion, RemoteEngine
+from trustbatch.cluster.engine_actor import (
+    OFFERS,
+    Drawn,
+    PublishedVersion,
+    RemoteEngine,
+    RemoteEngineInFlight,
+)
 from trustbatch.cluster.publications import (
     DiskPublisher,
     Publication,
@@ -25,8 +31,6 @@ from trustbatch.rollout.in_parts import parts_of
 from trustbatch.types import Completion, GenerationRequest
 
 WEIGHTS_FOLDER = "weights"
-OFFERS = "offers"
-"""Ray's name for the thread of an actor that hears of new versions while another one draws"""
 
 
 class EngineFleet:
@@ -46,8 +50,8 @@ class EngineFleet:
         self._changing = threading.Lock()
         self._publisher = _publisher(self.cluster, config.run.path)
         self._canary: dict[str, float] = {}
-        threads = {"concurrency_groups": {OFFERS: 1}} if self.cluster.in_flight else {}
-        start = RemoteEngine.options(num_cpus=1, num_gpus=gpus_per_engine(config), **threads).remote
+        kind = RemoteEngineInFlight if self.cluster.in_flight else RemoteEngine
+        start = kind.options(num_cpus=1, num_gpus=gpus_per_engine(config)).remote
         num_threads = torch.get_num_threads()
         self.crew = Crew(
             "engine",
