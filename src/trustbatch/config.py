@@ -382,6 +382,8 @@ class ClusterConfig(_Table):
     """policy versions between drawing and training; 0 takes turns, as without a cluster"""
     reuse: int = Field(default=1, ge=1)
     """steps in a row that train on the same batch"""
+    in_flight: bool = False
+    """let engines take over new versions while they draw: a completion may span several"""
     address: str = ""
     """of an existing Ray cluster; "" starts one that only this machine can reach"""
     engine_gpus: float | None = Field(default=None, ge=0.0)
@@ -487,6 +489,8 @@ class Config(_Table):
                     f"older: set cluster.max_lag to {least} at least, or to more if generation "
                     "shall run beside training"
                 )
+        if self.cluster is not None and self.cluster.in_flight:
+            self._check_in_flight(self.cluster)
         num_sequences = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if self.training.mini_batches > num_sequences:
             raise ValueError(
@@ -494,6 +498,20 @@ class Config(_Table):
                 f"{num_sequences} sequences of a step: lower it"
             )
         return self
+
+    def _check_in_flight(self, cluster: ClusterConfig) -> None:
+        if self.rollout.engine != "native":
+            raise ValueError(
+                f'cluster.in_flight is not available with rollout.engine = "{self.rollout.engine}":'
+                ' set that to "native", or remove cluster.in_flight'
+            )
+        least = cluster.reuse * (2 if self.rollout.dynamic_sampling else 1)
+        if cluster.max_lag < least:
+            raise ValueError(
+                f"cluster.max_lag = {cluster.max_lag} lets no version come out while a batch is "
+                f"drawn, which cluster.in_flight is for: set cluster.max_lag to {least} or more, "
+                "or remove cluster.in_flight"
+            )
 
     def build_objective(self) -> Objective:
         """Build the objective that [objective] describes."""

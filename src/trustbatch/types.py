@@ -92,6 +92,7 @@ class Provenance:
 
     policy: str
     version: int
+    """that drew the first token; `Completion.versions` has those after it"""
     engine: str
     precision: str
     temperature: float
@@ -141,6 +142,8 @@ class Completion:
     """[n] bool, False for the environment's tokens; None: the policy drew all of them"""
     turns: tuple[Turn, ...] = ()
     """an episode's, the policy's first and last; none where the task does not answer"""
+    versions: Tensor | None = None
+    """[n] int32, which version drew each token, where they differ; None: `provenance.version`"""
 
     @property
     def num_drawn(self) -> int:
@@ -150,6 +153,20 @@ class Completion:
     def of_policy(self, values: Tensor) -> Tensor:
         """Return the entries of a tensor [n, ...] that belong to the policy's own tokens."""
         return values if self.drawn is None else values[self.drawn]
+
+    @property
+    def version_of_token(self) -> Tensor:
+        """[num_drawn] integer: which version drew each of the policy's own tokens."""
+        if self.versions is not None:
+            return self.of_policy(self.versions)
+        return self.token_ids.new_full((self.num_drawn,), self.provenance.version)
+
+    @property
+    def all_versions(self) -> list[int]:
+        """The versions that drew it, the oldest first."""
+        if self.versions is None:
+            return [self.provenance.version]
+        return sorted(set(self.version_of_token.tolist()))
 
 
 class GradeStatus(StrEnum):

@@ -46,8 +46,8 @@ class MicroBatch:
     """[T, K]"""
     policies: tuple[str, ...]
     """who drew each sequence"""
-    versions: tuple[int, ...]
-    """and with which version of its weights"""
+    version: Tensor
+    """[T] and with which version of its weights, for each token"""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Move every tensor."""
@@ -122,7 +122,7 @@ def _lay_out(units: Bin, pad_token_id: int | None, *, top: int | None) -> MicroB
         top_token_ids=_cat(completions, "top_token_ids", torch.int64, top),
         behaviour_top_logp=_cat(completions, "behaviour_top_logp", torch.float32, top),
         policies=tuple(completion.provenance.policy for completion in completions),
-        versions=tuple(completion.provenance.version for completion in completions),
+        version=torch.cat([none.long(), *(each.version_of_token for each in completions)]),
     )
 
 

@@ -1,5 +1,6 @@
 """An engine in a process of its own, with a copy of the policy."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,10 +15,13 @@ from trustbatch.gpu_memory import let_memory_be_shared
 from trustbatch.policy import Policy, default_precision, quiet_bars
 from trustbatch.ranks import rank_device
 from trustbatch.rollout.canary_reference import CanaryReference
+from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.session import load_model
 from trustbatch.types import Completion, GenerationRequest
 
 NOTHING_LOADED = -1
+OFFERS = "offers"
+"""Ray's name for the thread of an actor that hears of new versions while another one draws"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class Drawn:
 
     completions: list[Completion]
     canary: dict[str, float]
-    """how far it was off, if it took over a version and was checked"""
+    """how far it was off at most, if it took over a version and was checked"""
+    version: int
+    """that it drew from last"""
 
 
 class EngineActor:
@@ -46,11 +52,15 @@ class EngineActor:
         torch.set_num_threads(num_threads)  # the last bits of a sum depend on it
         self._config = config
         self._engines: Engines | None = None
+        self._served = NOTHING_LOADED  # loaded, and found right where a check was due
+        self._newest: PublishedVersion | None = None  # of those that were offered
+        self._hearing = threading.Lock()
+        self._canary: dict[str, float] = {}  # the worst of a call
 
     def prepare(self) -> None:
         """Load the model; not before someone waits, who then hears why that is impossible."""
         if self._engines is None:
-            config = _on_own_device(self._config)
+            config = _undivided(_on_own_device(self._config))
             if config.rollout.engine == "native":
                 let_memory_be_shared()
             with quiet_bars():
@@ -68,15 +78,69 @@ class EngineActor:
 
         `alone` leaves second policies aside.
         """
+        engines = self._ready()
+        self._load(published)
+        return self._drawn((engines.trained if alone else engines.all).generate(requests))
+
+    def generate_in_flight(
+        self, published: PublishedVersion, requests: Sequence[GenerationRequest]
+    ) -> Drawn:
+        """Draw from a version or the newest one offered, and from those offered meanwhile."""
+        engines = self._ready()
+        assert isinstance(engines.trained, NativeEngine)
+        self.offer(published)
+        self.take_over()
+        engines.trained.offers = self
+        try:
+            return self._drawn(engines.all.generate(requests))
+        finally:
+            engines.trained.offers = None
+
+    def offer(self, published: PublishedVersion) -> None:
+        """Hear of a version, perhaps from another thread in the midst of `generate_in_flight`."""
+        with self._hearing:
+            if self._newest is None or published.version > self._newest.version:
+                self._newest = published
+
+    def are_newer_than(self, version: int) -> bool:
+        """Whether a newer version was offered; the engine asks between two tokens."""
+        return self._newest is not None and self._newest.version > version
+
+    def take_over(self) -> None:
+        """Load the newest version that was offered."""
+        assert self._newest is not None
+        self._load(self._newest)
+
+    def _ready(self) -> Engines:
         self.prepare()
         assert self._engines is not None
-        trained, canary = self._engines.trained, {}
-        if trained.version != published.version:
-            trained.load_weights(published.weights.tensors(), published.version)
-            if published.reference is not None:
-                canary = published.reference.check(trained)
-        completions = (trained if alone else self._engines.all).generate(requests)
-        return Drawn([_on_host(completion) for completion in completions], canary)
+        self._canary = {}
+        return self._engines
+
+    def _load(self, published: PublishedVersion) -> None:
+        """Take a version over, unless it is there, and check it before it is drawn from."""
+        assert self._engines is not None
+        if self._served == published.version:
+            return
+        self._served = NOTHING_LOADED  # a version that fails its check is never drawn from
+        trained = self._engines.trained
+        trained.load_weights(published.weights.tensors(), published.version)
+        if published.reference is not None:
+            for name, value in published.reference.check(trained).items():
+                self._canary[name] = max(self._canary.get(name, 0.0), value)
+        self._served = published.version
+
+    def _drawn(self, completions: Sequence[Completion]) -> Drawn:
+        on_host = [_on_host(completion) for completion in completions]
+        return Drawn(on_host, self._canary, self._served)
+
+
+def _undivided(config: Config) -> Config:
+    """Return the configuration of an engine that gets its parts of a batch already divided."""
+    if config.cluster is None or not config.cluster.in_flight:
+        return config
+    rollout = config.rollout.model_copy(update={"prompts_per_call": None})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _on_own_device(config: Config) -> Config:
@@ -106,13 +170,16 @@ def _load_policy(config: Config) -> Policy:
 
 def _on_host(completion: Completion) -> Completion:
     top, top_logp = completion.top_token_ids, completion.behaviour_top_logp
+    versions = completion.versions
     return replace(
         completion,
         token_ids=completion.token_ids.cpu(),
         behaviour_logp=completion.behaviour_logp.cpu(),
         top_token_ids=None if top is None else top.cpu(),
         behaviour_top_logp=None if top_logp is None else top_logp.cpu(),
+        versions=None if versions is None else versions.cpu(),
     )
 
 
 RemoteEngine = ray.remote(EngineActor)
+RemoteEngineInFlight = ray.remote(concurrency_groups={OFFERS: 1})(EngineActor)

@@ -9,8 +9,14 @@ import ray
 import torch
 from torch import Tensor
 
-from trustbatch.cluster.crew import Crew, Worker
-from trustbatch.cluster.engine_actor import Drawn, PublishedVersion, RemoteEngine
+from trustbatch.cluster.crew import Crew, Work, Worker
+from trustbatch.cluster.engine_actor import (
+    OFFERS,
+    Drawn,
+    PublishedVersion,
+    RemoteEngine,
+    RemoteEngineInFlight,
+)
 from trustbatch.cluster.placement import Places, machines
 from trustbatch.cluster.publications import (
     DiskPublisher,
@@ -33,7 +39,8 @@ class EngineFleet:
     """Deals requests to engines in other processes; what is drawn does not depend on who draws.
 
     It holds every version that may still be asked for. Publishing and drawing may come from
-    different threads. It draws from the newest version; `at` is the same fleet at another one.
+    different threads. It draws from the newest version; `at` is the same fleet at another one, and
+    `in_flight` one whose engines take over new versions while they draw.
     """
 
     def __init__(self, config: Config) -> None:
@@ -48,12 +55,11 @@ class EngineFleet:
         self._places = Places(
             Demand.of(config, machines()).engines, seconds=self.cluster.start_seconds
         )
+        kind = RemoteEngineInFlight if self.cluster.in_flight else RemoteEngine
         num_threads = torch.get_num_threads()
         self.crew = Crew(
             "engine",
-            lambda number: RemoteEngine.options(**self._places.options(number)).remote(
-                config, num_threads
-            ),
+            lambda number: kind.options(**self._places.options(number)).remote(config, num_threads),
             size=self.cluster.engines,
             start_seconds=self.cluster.start_seconds,
             work_seconds=self.cluster.generate_seconds,
@@ -72,12 +78,19 @@ class EngineFleet:
         self._expected = reference
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Publish a version; engines take it over when they are asked to draw from it."""
+        """Publish a version; engines take it over when they are asked to draw from it.
+
+        With `cluster.in_flight` they are told of it at once.
+        """
         stored = self._publisher.publish(weights, version)
         with self._changing:
-            published = PublishedVersion(version, stored, self._expected)
-            self._published[version] = stored, ray.put(published)
+            published = ray.put(PublishedVersion(version, stored, self._expected))
+            self._published[version] = stored, published
             self._expected = None
+        if self.cluster.in_flight:
+            # not awaited: one that dies is replaced by one that is given the newest version
+            for worker in self.crew.workers:
+                worker.actor.offer.options(concurrency_group=OFFERS).remote(published)
 
     def forget_before(self, version: int) -> None:
         """Give back the room of versions that nobody will ask for again.
@@ -101,6 +114,11 @@ class EngineFleet:
         """
         return _FleetAt(self, None, alone=True)
 
+    def in_flight(self) -> RolloutEngine:
+        """Return the fleet as an engine that always draws from the newest version there is."""
+        assert self.cluster.in_flight
+        return _FleetInFlight(self)
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Draw from the newest version."""
         return self.draw(requests, self.version)
@@ -116,13 +134,29 @@ class EngineFleet:
             if version not in self._published:
                 raise EngineError(f"Version {version} is not published, so no engine can draw it.")
             _, published = self._published[version]
+        return self._deal(
+            requests,
+            lambda actor, chunk: actor.generate.remote(published, chunk, alone=alone),
+        )
+
+    def draw_in_flight(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Return all samples of all requests, in their order, each token by the newest version.
+
+        What an engine that died has left unfinished is drawn by the version that is newest then.
+        """
+        return self._deal(
+            requests,
+            lambda actor, chunk: actor.generate_in_flight.remote(self._newest(), chunk),
+        )
+
+    def _newest(self) -> Any:
+        with self._changing:
+            return self._published[max(self._published)][1]
+
+    def _deal(self, requests: Sequence[GenerationRequest], work: Work) -> list[Completion]:
         share = -(-len(requests) // self.cluster.engines)
         chunks = parts_of(requests, self.config.rollout.prompts_per_call or share)
-        drawn = self.crew.run(
-            chunks,
-            lambda actor, chunk: actor.generate.remote(published, chunk, alone=alone),
-            self._note,
-        )
+        drawn = self.crew.run(chunks, work, self._note)
         return [completion for part in drawn for completion in part.completions]
 
     def take_canary(self) -> dict[str, float]:
@@ -145,25 +179,16 @@ class EngineFleet:
     def _note(self, worker: Worker, drawn: Drawn) -> None:
         num_tokens = sum(len(completion.token_ids) for completion in drawn.completions)
         worker.notes["tokens"] = worker.notes.get("tokens", 0.0) + num_tokens
-        worker.notes["version"] = drawn.completions[0].provenance.version
+        worker.notes["version"] = drawn.version
         for name, value in drawn.canary.items():
             self._canary[name] = max(self._canary.get(name, 0.0), value)
 
 
-class _FleetAt:
-    """The fleet at one version, or at whichever is the newest."""
+class _FleetView:
+    """The fleet as an engine for those who only draw."""
 
-    def __init__(self, fleet: EngineFleet, version: int | None, *, alone: bool = False) -> None:
+    def __init__(self, fleet: EngineFleet) -> None:
         self.fleet = fleet
-        self._version = version
-        self._alone = alone
-
-    @property
-    def version(self) -> int:
-        return self.fleet.version if self._version is None else self._version
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        return self.fleet.draw(requests, self.version, alone=self._alone)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise AssertionError("weights are published through the fleet itself")
@@ -176,6 +201,33 @@ class _FleetAt:
 
     def close(self) -> None:
         """Leave it to the fleet: it has other versions."""
+
+
+class _FleetAt(_FleetView):
+    """The fleet at one version, or at the one that is newest when it is asked."""
+
+    def __init__(self, fleet: EngineFleet, version: int | None, *, alone: bool = False) -> None:
+        super().__init__(fleet)
+        self._version = version
+        self._alone = alone
+
+    @property
+    def version(self) -> int:
+        return self.fleet.version if self._version is None else self._version
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return self.fleet.draw(requests, self.version, alone=self._alone)
+
+
+class _FleetInFlight(_FleetView):
+    """The fleet at the newest version at any time."""
+
+    @property
+    def version(self) -> int:
+        return self.fleet.version
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return self.fleet.draw_in_flight(requests)
 
 
 def _publisher(cluster: ClusterConfig, run: Path) -> Publisher:

@@ -25,7 +25,8 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
     With `cluster.max_lag` = L, the batch trained at version v was drawn by version v - L (by
     version 0 in the first L steps), as the synchronous loop has it with `rollout.lag` = L: who is
     faster decides about the time that a run takes, and about nothing else. Dynamic sampling keeps
-    groups for the batch after, so it draws from a version that is fresher by one batch.
+    groups for the batch after, so it draws from a version that is fresher by one batch. With
+    `cluster.in_flight` that version is only the oldest which may draw a token of the batch.
     """
     config, loop, metrics = session.config, session.loop, {}
     if loop.step == config.training.steps:
@@ -64,16 +65,17 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
 
 
 def refuse_too_old(session: Session, groups: Sequence[RolloutGroup]) -> None:
-    """Make sure that no completion of the policy is older than `cluster.max_lag` allows."""
+    """Make sure that no token of the policy is older than `cluster.max_lag` allows."""
     cluster = session.config.cluster
     assert cluster is not None
     for group in groups:
         for completion in group.completions:
-            drawn_by = completion.provenance
-            lag = session.loop.step - drawn_by.version
-            if drawn_by.policy == session.policy.name and not 0 <= lag <= cluster.max_lag:
-                raise EngineError(
-                    f"Prompt {group.prompt.id!r} was answered by version {drawn_by.version}, which "
-                    f"is not within cluster.max_lag = {cluster.max_lag} of version "
-                    f"{session.loop.step}: report this as a fault of the scheduler."
-                )
+            if completion.provenance.policy != session.policy.name:
+                continue
+            for version in completion.all_versions:
+                if not 0 <= session.loop.step - version <= cluster.max_lag:
+                    raise EngineError(
+                        f"Prompt {group.prompt.id!r} was answered by version {version}, which is "
+                        f"not within cluster.max_lag = {cluster.max_lag} of version "
+                        f"{session.loop.step}: report this as a fault of the scheduler."
+                    )

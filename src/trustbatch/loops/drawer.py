@@ -25,7 +25,8 @@ class Drawer:
     Unblocked by `trained`. Produces graded batches, the oldest first, in `session.loop.pending`.
 
     The state of the run changes only when a batch is complete, all at once: a batch that is being
-    drawn does not exist yet, and after a resume it is drawn again, to the same tokens.
+    drawn does not exist yet, and after a resume it is drawn again, to the same tokens. With
+    `cluster.in_flight` a version that comes out meanwhile draws the rest of the batch.
     """
 
     def __init__(self, session: Session) -> None:
@@ -75,11 +76,13 @@ class Drawer:
         """Return what a checkpoint must hold, once nothing of it is still being drawn.
 
         Waits for the batches that older versions draw: after a resume only the present version is
-        there. What the present one draws, it can draw again.
+        there. What the present one draws, it can draw again; with `cluster.in_flight` that is true
+        of every batch, so none is waited for.
         """
         loop = self.session.loop
-        version_for = self.session.config.version_for
-        number = sum(version_for(b) < loop.step for b in range(1, self.num_batches + 1))
+        version_for, number = self.session.config.version_for, 0
+        if not self.cluster.in_flight:
+            number = sum(version_for(b) < loop.step for b in range(1, self.num_batches + 1))
         with self._changed:
             self._await(
                 lambda: self.num_drawn >= number,
@@ -125,8 +128,13 @@ class Drawer:
 
     def _draw(self, version: int) -> None:
         """Draw one batch, and add it to the state of the run."""
-        self.fleet.forget_before(version)
-        draw_batch(replace(self.session, engine=self.fleet.at(version), loop=self._drawing))
+        if self.cluster.in_flight:
+            self.fleet.forget_before(self.fleet.version)  # no engine goes back to an older one
+            engine = self.fleet.in_flight()
+        else:
+            self.fleet.forget_before(version)
+            engine = self.fleet.at(version)
+        draw_batch(replace(self.session, engine=engine, loop=self._drawing))
         groups, metrics = self._drawing.take_batch()
         metrics |= self.fleet.take_canary()
         loop = self.session.loop

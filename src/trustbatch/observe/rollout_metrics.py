@@ -16,15 +16,16 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Describe rewards, lengths and age of a graded batch about to be trained on.
 
-    `policy` at `version` trains on it; the lag of a completion that it drew itself is how much
-    older that version was. Where second policies drew some, each policy has numbers of its own.
+    `policy` at `version` trains on it; the lag of a token that it drew itself is how much older
+    that version was, and the lag of a completion is that of its first token. Where second policies
+    drew some, each policy has numbers of its own.
     """
     rewards = rewards_of(groups)
     completions = [completion for group in groups for completion in group.completions]
     lengths = torch.tensor([c.num_drawn for c in completions], dtype=torch.float64)
     truncated = [c.finish_reason is FinishReason.LENGTH for c in completions]
-    drawn_by = [c.provenance for c in completions if c.provenance.policy == policy]
-    lags = Counter(version - drawn.version for drawn in drawn_by)
+    own = [c for c in completions if c.provenance.policy == policy]
+    lags = Counter(version - c.provenance.version for c in own)
     given = rewards[~rewards.isnan()]
     metrics = {
         "reward/equal_groups_fraction": sum(map(_all_equal, rewards.tolist())) / len(groups),
@@ -33,9 +34,10 @@ def rollout_metrics(
         "response/truncated_fraction": sum(truncated) / len(truncated),
     }
     if lags:
-        total = sum(lag * count for lag, count in lags.items())
-        metrics["rollout/lag_mean"] = total / sum(lags.values())
+        metrics["rollout/lag_mean"] = sum(version - _mean_version(c) for c in own) / len(own)
         metrics["rollout/lag_max"] = float(max(lags))
+        if spanning := sum(c.versions is not None for c in own):
+            metrics["rollout/spanning_fraction"] = spanning / len(own)
         metrics |= {f"{COMPLETIONS_BY_LAG}{lag}": float(count) for lag, count in lags.items()}
     if len(given):
         metrics["reward/mean"] = float(given.mean())
@@ -44,6 +46,13 @@ def rollout_metrics(
     metrics |= _episodes(completions)
     metrics |= _of_grades([grade for group in groups for grade in group.grades])
     return metrics | _by_policy(completions, rewards.flatten().tolist())
+
+
+def _mean_version(completion: Completion) -> float:
+    """Return the mean over a completion's tokens of the versions that drew them."""
+    if completion.versions is None:
+        return completion.provenance.version
+    return float(completion.version_of_token.double().mean())
 
 
 def _all_equal(rewards: Sequence[float]) -> bool:

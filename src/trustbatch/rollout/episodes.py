@@ -152,6 +152,8 @@ class Episode:
     def completion(self) -> Completion:
         """Return the whole episode as one completion."""
         assert self.finish_reason is not None
+        first = self.parts[0]
+        assert isinstance(first, Completion)
         drawn = [
             torch.full((len(part.token_ids),), isinstance(part, Completion)) for part in self.parts
         ]
@@ -162,9 +164,24 @@ class Episode:
             top_token_ids=self._recorded("top_token_ids"),
             behaviour_top_logp=self._recorded("behaviour_top_logp"),
             finish_reason=self.finish_reason,
+            provenance=first.provenance,
+            versions=self._versions(),
             drawn=torch.cat(drawn) if len(drawn) > 1 else None,
             turns=self.turns,
         )
+
+    def _versions(self) -> Tensor | None:
+        """Return who drew each token, where that was not the same version in all turns."""
+        turns = [part for part in self.parts if isinstance(part, Completion)]
+        if len({version for turn in turns for version in turn.all_versions}) == 1:
+            return None
+        parts = [
+            part.version_of_token.int()
+            if isinstance(part, Completion)
+            else torch.zeros(len(part.token_ids), dtype=torch.int32)
+            for part in self.parts
+        ]
+        return torch.cat(parts)
 
     def _recorded(self, name: str) -> Tensor | None:
         """Lay what was recorded of drawn tokens end to end; zeros, which nobody reads, between."""

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from trustbatch.rollout.native.batch import Row, RunningBatch
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.decoder import Decoder, LlamaDecoder
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
+from trustbatch.rollout.offers import Offers
 from trustbatch.rollout.sampling import Draw, refuse_divergence, sample_key
 from trustbatch.types import (
     Completion,
@@ -44,6 +46,8 @@ class NativeEngine:
         self.seed = seed
         self.max_sequences = max_sequences
         self.precision = policy.precision if precision == "auto" else precision
+        self.offers: Offers | None = None
+        """newer weights to take over while completions are drawn"""
         self._version = version
         self._batch = RunningBatch(
             self._build_decoder(), max_rows=max_sequences, device=policy.device
@@ -76,13 +80,16 @@ class NativeEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Draw all samples, as many sequences at a time as `max_sequences` allows."""
+        """Draw all samples, as many sequences at a time as `max_sequences` allows.
+
+        Where `offers` has newer weights meanwhile, they draw what is left: see `_draw_all`.
+        """
         groups: dict[SamplingParams, list[list[Row]]] = {}
         num_slots = 0
         for request in requests:
             self._refuse_too_long(request)
             rows = [
-                Row(num_slots + offset, request, sample, self._key(request, sample))
+                Row(num_slots + offset, request, sample)
                 for offset, sample in enumerate(request.samples)
             ]
             num_slots += len(rows)
@@ -93,16 +100,47 @@ class NativeEngine:
         completions: dict[int, Completion] = {}
         for sampling, waiting in groups.items():
             try:
-                drawn = self._draw(deque(waiting), sampling)
+                spells = self._draw_all(deque(waiting), sampling)
             except BaseException:
                 self._batch.forget()  # rows of a broken call must not run on in the next
                 raise
             rows = [row for group in waiting for row in group]
-            completions |= self._completions(rows, sampling, drawn)
+            completions |= self._completions(rows, sampling, spells)
         return [completions[slot] for slot in range(num_slots)]
 
+    def _draw_all(
+        self, waiting: deque[list[Row]], sampling: SamplingParams
+    ) -> list[tuple[int, dict[int, Draw]]]:
+        """Return what each version drew, by slot: one version, unless newer ones are offered.
+
+        A newer one goes on with the rows that have not ended. It computes the keys and values of
+        all their tokens itself, so that a token's log-prob is the one which its version gives it
+        after all that stands before it.
+        """
+        spells: list[tuple[int, dict[int, Draw]]] = []
+        while waiting:
+            version = self._version
+            drawn = self._draw(waiting, sampling)
+            spells.append((version, drawn))
+            if waiting:
+                self._take_over()
+        return spells
+
+    def _take_over(self) -> None:
+        """Load the weights that are offered; no row is running."""
+        offers, self.offers = self.offers, None
+        assert offers is not None
+        try:
+            offers.take_over()  # may draw to check them, and from no others meanwhile
+        finally:
+            self.offers = offers
+        self._batch.decoder.refresh()
+
     def _draw(self, waiting: deque[list[Row]], sampling: SamplingParams) -> dict[int, Draw]:
-        """Keep the batch full until every row has a stop token or its tokens; results by slot."""
+        """Keep the batch full until every row has a stop token or its tokens; results by slot.
+
+        Where newer weights are offered it ends early, and rows that have not are `waiting` again.
+        """
         batch = self._batch
         ledger = _Ledger(sampling)
         is_full = False
@@ -121,7 +159,20 @@ class NativeEngine:
             if len(running) < REFILL_BELOW * len(batch.rows) or not running:
                 batch.keep(running)
                 is_full = False
+            if self.offers is not None and self.offers.are_newer_than(self._version):
+                self._interrupt(waiting, ledger)
+                break
         return ledger.by_slot()
+
+    def _interrupt(self, waiting: deque[list[Row]], ledger: "_Ledger") -> None:
+        """Put running rows before those that wait, each with what it has drawn so far."""
+        running = [row for row in self._batch.rows if not ledger.has_ended(row)]
+        drawn = ledger.by_slot()
+        waiting.extendleft(
+            [replace(row, drawn=row.drawn + tuple(drawn[row.slot].token_ids.tolist()))]
+            for row in reversed(running)
+        )
+        self._batch.keep([])
 
     def _admit(
         self, waiting: deque[list[Row]], sampling: SamplingParams, ledger: "_Ledger"
@@ -130,8 +181,9 @@ class NativeEngine:
         most = len(waiting)
         while waiting and len(waiting[0]) <= self.max_sequences - len(self._batch.rows):
             groups = self._next_groups(waiting, most)
+            keys = [self._key(row) for group in groups for row in group]
             try:
-                drawn = self._batch.add(groups, sampling)
+                drawn = self._batch.add(groups, keys, sampling)
             except CacheFullError as error:
                 if not self._batch.rows and len(groups) == len(groups[0]) == 1:
                     raise _no_memory() from error
@@ -149,9 +201,9 @@ class NativeEngine:
         """Take groups that have seats, at least one, whose prompts make one forward pass."""
         groups = [waiting.popleft()]
         seats = self.max_sequences - len(self._batch.rows) - len(groups[0])
-        longest = groups[0][0].num_prompt_tokens
+        longest = len(groups[0][0].context)
         while waiting and len(waiting[0]) <= seats and len(groups) < most:
-            longest = max(longest, waiting[0][0].num_prompt_tokens)
+            longest = max(longest, len(waiting[0][0].context))
             if longest * (len(groups) + 1) > PREFILL_TOKENS:
                 break
             groups.append(waiting.popleft())
@@ -194,8 +246,9 @@ class NativeEngine:
             autocast=policy.autocast(),
         )
 
-    def _key(self, request: GenerationRequest, sample: int) -> int:
-        return sample_key(self.seed, self._version, request.prompt_id, sample, request.turn)
+    def _key(self, row: Row) -> int:
+        request = row.request
+        return sample_key(self.seed, self._version, request.prompt_id, row.sample, request.turn)
 
     def _refuse_too_long(self, request: GenerationRequest) -> None:
         length = len(request.token_ids) + request.sampling.max_tokens
@@ -207,19 +260,17 @@ class NativeEngine:
             )
 
     def _completions(
-        self, rows: Sequence[Row], sampling: SamplingParams, drawn: dict[int, Draw]
+        self,
+        rows: Sequence[Row],
+        sampling: SamplingParams,
+        spells: Sequence[tuple[int, dict[int, Draw]]],
     ) -> dict[int, Completion]:
-        provenance = Provenance(
-            policy=self.policy.name,
-            version=self._version,
-            engine="native",
-            precision=self.precision,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            logprob_mode=sampling.logprob_mode,
-        )
-        results = [drawn[row.slot] for row in rows]
+        parts = [
+            [(version, drawn[row.slot]) for version, drawn in spells if row.slot in drawn]
+            for row in rows
+        ]
+        results = [_joined([drawn for _, drawn in of_row]) for of_row in parts]
+        provenances = {version: self._provenance(version, sampling) for version, _ in spells}
         texts = self.policy.decode([result.token_ids.tolist() for result in results])
         stops = set(sampling.stop_token_ids)
         return {
@@ -233,11 +284,40 @@ class NativeEngine:
                 finish_reason=(
                     FinishReason.STOP if int(result.token_ids[-1]) in stops else FinishReason.LENGTH
                 ),
-                provenance=provenance,
+                provenance=provenances[of_row[0][0]],
                 text=text,
+                versions=_versions(of_row),
             )
-            for row, result, text in zip(rows, results, texts, strict=True)
+            for row, of_row, result, text in zip(rows, parts, results, texts, strict=True)
         }
+
+    def _provenance(self, version: int, sampling: SamplingParams) -> Provenance:
+        return Provenance(
+            policy=self.policy.name,
+            version=version,
+            engine="native",
+            precision=self.precision,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            logprob_mode=sampling.logprob_mode,
+        )
+
+
+def _joined(parts: Sequence[Draw]) -> Draw:
+    """Lay what was drawn of a row end to end."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*(part.tensors() for part in parts), strict=True)
+    return Draw(*(torch.cat(column) for column in columns), *[None] * (4 - len(parts[0].tensors())))
+
+
+def _versions(parts: Sequence[tuple[int, Draw]]) -> Tensor | None:
+    """Return the version of each token [n], where there are several."""
+    if len(parts) == 1:
+        return None
+    versions = torch.tensor([version for version, _ in parts], dtype=torch.int32)
+    return versions.repeat_interleave(torch.tensor([len(drawn.token_ids) for _, drawn in parts]))
 
 
 def _parted(groups: list[list[Row]]) -> list[list[Row]]:

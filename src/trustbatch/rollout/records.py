@@ -1,6 +1,7 @@
 """Rollouts as JSON records: a lossless form for checkpoints, and a readable one for people."""
 
 import math
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -68,6 +69,8 @@ def readable_record(
         "mean_behaviour_logp": float(behaviour_logp.mean()),
         **asdict(completion.provenance),
     }
+    if completion.versions is not None:
+        record["tokens_by_version"] = Counter(completion.version_of_token.tolist())
     if completion.turns:
         record["environment_tokens"] = len(completion.token_ids) - num_drawn
         record["turns"] = [asdict(turn) for turn in completion.turns]
@@ -93,7 +96,7 @@ def _completion_to_record(completion: Completion) -> dict[str, Any]:
 
 def _completion_from_record(record: dict[str, Any]) -> Completion:
     top_ids, top_logp = record.get("top_token_ids"), record.get("behaviour_top_logp")
-    drawn = record.get("drawn")
+    drawn, versions = record.get("drawn"), record.get("versions")
     return Completion(
         prompt_id=record["prompt_id"],
         sample=record["sample"],
@@ -108,4 +111,5 @@ def _completion_from_record(record: dict[str, Any]) -> Completion:
         turns=tuple(
             Turn(role=Role(turn["role"]), text=turn["text"]) for turn in record.get("turns", ())
         ),
+        versions=None if versions is None else torch.tensor(versions, dtype=torch.int32),
     )

@@ -8,7 +8,7 @@ from trustbatch.lag_metrics import ONE_MINUS_ESS_BY_LAG
 from trustbatch.objectives import TokenBatch
 from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
 from trustbatch.objectives.metrics import Mean, Metrics
-from trustbatch.training.ratio_groups import moments_by_label
+from trustbatch.training.ratio_groups import drawn_by, moments_of
 from trustbatch.types import TrainSequence
 
 
@@ -31,18 +31,17 @@ class LagRatios:
 
 
 def lags_of(sequences: Sequence[TrainSequence], *, policy: str, version: int) -> set[int]:
-    """Return the lags of the completions that `policy` drew itself, at `version` now."""
-    drawn_by = (sequence.completion.provenance for sequence in sequences)
-    return {version - drawn.version for drawn in drawn_by if drawn.policy == policy}
+    """Return the lags of the tokens that `policy` drew itself, at `version` now."""
+    completions = (sequence.completion for sequence in sequences)
+    own = (completion for completion in completions if completion.provenance.policy == policy)
+    return {version - drawn_at for completion in own for drawn_at in completion.all_versions}
 
 
 def lag_ratios(tokens: TokenBatch, batch: MicroBatch, *, policy: str, version: int) -> Metrics:
     """Measure the tokens of each lag apart; what second policies drew has none."""
-    lags = [
-        version - drawn_at if drawn_by == policy else None
-        for drawn_by, drawn_at in zip(batch.policies, batch.versions, strict=True)
-    ]
+    is_own = drawn_by(tokens, batch.policies, policy)
+    lag = version - batch.version
     return {
-        f"{ONE_MINUS_ESS_BY_LAG}{lag}": LagRatios(moments)
-        for lag, moments in moments_by_label(tokens, lags).items()
+        f"{ONE_MINUS_ESS_BY_LAG}{each}": LagRatios(moments_of(tokens, is_own & (lag == each)))
+        for each in lag[is_own].unique().tolist()
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from trustbatch.objectives import TokenBatch
 from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
 from trustbatch.objectives.metrics import Mean, Metrics
-from trustbatch.training.ratio_groups import moments_by_label
+from trustbatch.training.ratio_groups import drawn_by, moments_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,6 @@ class PolicyRatios:
 def policy_ratios(tokens: TokenBatch, policies: Sequence[str]) -> Metrics:
     """Measure the tokens of each policy apart; `policies` [B] says who drew which sequence."""
     return {
-        f"policy/{policy}": PolicyRatios(moments)
-        for policy, moments in moments_by_label(tokens, policies).items()
+        f"policy/{policy}": PolicyRatios(moments_of(tokens, drawn_by(tokens, policies, policy)))
+        for policy in dict.fromkeys(policies)
     }

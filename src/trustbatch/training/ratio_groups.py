@@ -1,26 +1,22 @@
-"""Ratios of some sequences of a batch apart from those of the others."""
+"""Ratios of some tokens of a batch apart from those of the others."""
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from trustbatch.objectives import TokenBatch
 from trustbatch.objectives.estimators import RatioMoments
 
-Label = TypeVar("Label", str, int)
-
 
 @torch.no_grad()
-def moments_by_label(
-    tokens: TokenBatch, labels: Sequence[Label | None]
-) -> dict[Label, RatioMoments]:
-    """Sum over the tokens of each label; `labels` [B] has one a sequence, None leaves it out."""
+def moments_of(tokens: TokenBatch, chosen: Tensor) -> RatioMoments:
+    """Sum over the chosen tokens, [T] bool."""
     log_ratio = tokens.logp - tokens.behaviour_logp
-    measurable = tokens.measurable()
-    moments: dict[Label, RatioMoments] = {}
-    for label in dict.fromkeys(labels):
-        if label is not None:
-            is_own = torch.tensor([each == label for each in labels], device=log_ratio.device)
-            moments[label] = RatioMoments.of(log_ratio[is_own[tokens.sequence] & measurable])
-    return moments
+    return RatioMoments.of(log_ratio[chosen & tokens.measurable()])
+
+
+def drawn_by(tokens: TokenBatch, policies: Sequence[str], policy: str) -> Tensor:
+    """Return which tokens [T] a policy drew; `policies` [B] says who drew which sequence."""
+    is_own = [each == policy for each in policies]
+    return torch.tensor(is_own, dtype=torch.bool, device=tokens.logp.device)[tokens.sequence]

@@ -23,18 +23,18 @@ class Row:
     """where its result belongs"""
     request: GenerationRequest
     sample: int
-    key: int
-    """of its stream of random numbers"""
+    drawn: tuple[int, ...] = ()
+    """what older versions of the policy have drawn of it"""
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Length of what it continues."""
-        return len(self.request.token_ids)
+    def context(self) -> tuple[int, ...]:
+        """What it continues."""
+        return self.request.token_ids + self.drawn
 
     @property
     def max_tokens(self) -> int:
         """The most that it may draw."""
-        return self.request.sampling.max_tokens
+        return self.request.sampling.max_tokens - len(self.drawn)
 
 
 class RunningBatch:
@@ -56,21 +56,27 @@ class RunningBatch:
             # one for all recordings: every stream keeps a workspace of cuBLAS's for good
             self._warm_up_stream = torch.cuda.Stream(device)
 
-    def add(self, groups: Sequence[list[Row]], sampling: SamplingParams) -> Draw:
-        """Compute each group's prompt once; return the first token [1, n] of all its rows."""
-        prompts = [group[0].request.token_ids for group in groups]
+    def add(
+        self, groups: Sequence[list[Row]], row_keys: list[int], sampling: SamplingParams
+    ) -> Draw:
+        """Compute each group's context once; return the next token [1, n] of all its rows.
+
+        `row_keys` [n] are those of the rows' streams of random numbers.
+        """
+        prompts = [group[0].context for group in groups]
         copies = [len(group) for group in groups]
         logits = self.decoder.prefill(prompts, copies)
         of_row = [number for number, group in enumerate(groups) for _ in group]
         new = [row for group in groups for row in group]
-        keys = self._to_device([row.key for row in new])
-        drawn = draw(logits[self._to_device(of_row)], keys, 0, sampling)
+        keys = self._to_device(row_keys)
+        num_before = self._to_device([len(row.drawn) for row in new])
+        drawn = draw(logits[self._to_device(of_row)], keys, num_before, sampling)
         self._use_record(drawn)
         first, last = len(self.rows), len(self.rows) + len(new)
         self.token[first:last] = drawn.token_ids
         self.key[first:last] = keys
-        self.position[first:last] = self._to_device([row.num_prompt_tokens for row in new])
-        self.num_drawn[first:last] = 1
+        self.position[first:last] = self._to_device([len(row.context) for row in new])
+        self.num_drawn[first:last] = num_before + 1
         self.rows += new
         return drawn.map(lambda part: part[None].cpu())
 
