@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 import trustbatch
 from trustbatch.api import train
 from trustbatch.cli import main
-from trustbatch.config import Config, parse_config
+from trustbatch.config import ClusterConfig, Config, parse_config
 from trustbatch.errors import OutOfMemoryError
 from trustbatch.plan import Estimator, Lora, Setting, describe_plan, estimate_memory
 from trustbatch.plan.activations import measure_activations
@@ -429,6 +429,90 @@ def test_estimate_from_python(config: Config) -> None:
     assert math.isclose(plan.capacity, 80 * GIB * 0.96 - GIB)
 
 
+def test_a_cluster_has_trainers_without_an_engine_and_engines_without_a_trainer(
+    tiny_folder: Path,
+) -> None:
+    config = config_of(tiny_folder, cluster={"trainers": 6, "engines": 2})
+    hardware = find_hardware(config, gpu_memory=80 * GIB)
+    assert (hardware.num_gpus, hardware.num_available) == (6, 8)
+    estimator = estimator_of(config, hardware)
+    train, generate = parts_of(estimator, "train"), parts_of(estimator, "generate")
+    assert train["parameters"] == pytest.approx(4 * PARAMETERS / 6)
+    assert train["optimiser"] == pytest.approx(8 * PARAMETERS / 6)
+    assert not {"engine's parameters", "engine's weights", "keys and values"} & set(train)
+    assert generate["engine's parameters"] == 4 * PARAMETERS
+    assert generate["engine's weights"] == 2 * (PRODUCTS + HEAD)
+    assert generate["logits"] == 2 * 4 * 256 * 16  # half of the 512 rows
+    assert not {"parameters", "optimiser"} & set(generate)
+
+    crowded = config_of(tiny_folder, cluster={"engines": 4, "engine_gpus": 0.5})
+    two = parts_of(estimator_of(crowded, find_hardware(crowded, gpu_memory=80 * GIB)), "generate")
+    assert two["engine's parameters"] == 2 * 4 * PARAMETERS
+    alone = parts_of(estimator_of(crowded.model_copy(update={"cluster": ClusterConfig()})), "train")
+    assert alone["parameters"] == 4 * PARAMETERS  # on the only GPU all is there at once
+    assert alone["engine's parameters"] == 2 * 4 * PARAMETERS
+
+
+def test_the_plan_of_the_paper_s_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen3-4B, of which there is no more than its config, with six trainers and two engines."""
+    shape = Qwen3Config(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+    )
+    shape.save_pretrained(tmp_path / "large")
+    layout = {"trainers": 6, "engines": 2, "reward_workers": 2}
+    config = config_of(
+        tmp_path / "large",
+        cluster=layout,
+        training={"micro_batch_tokens": 8192, "gradient_checkpointing": True},
+        run={"folder": str(tmp_path / "runs")},
+    )
+    file = tmp_path / "config.toml"
+    file.write_text(config.to_toml())
+    assert main(["train", str(file), "--dry-run", "--gpu-memory", "80"]) == 0
+    printed = capsys.readouterr().out
+    assert "4,022,468,096 parameters on 8 x cuda (80.0 GiB)" in printed
+    assert "6 trainers with 1 CPU and 1 GPU each\n" in printed
+    assert "2 engines with 1 CPU and 1 GPU each\n" in printed
+    assert "2 reward workers with 1 CPU each\n" in printed
+    assert "which is 8 GPU of Ray's 8\n" in printed
+    # 4.02e9 parameters: 4 and 8 bytes of each over six trainers; 4 bytes of all in an engine
+    assert "parameters 2.5 GiB, optimiser 5.0 GiB, gathered" in printed
+    assert "engine's parameters 15.0 GiB, engine's weights 7.5 GiB, keys and values" in printed
+    assert "generate on the GPU of each engine, train on the GPU of each trainer" in printed
+    assert "fits: needs" in printed
+
+
+def test_a_cluster_is_planned_for_where_it_can_not_be(tiny_folder: Path) -> None:
+    config = config_of(tiny_folder, cluster={"trainers": 6, "engines": 2})
+    seven = find_hardware(config, num_gpus=7, gpu_memory=80 * GIB)
+    assert "Ray has 7 GPU in all, and the run needs 8" in describe_plan(config, hardware=seven)
+    config = config_of(
+        tiny_folder, cluster={"engines": 3}, model={"name": str(tiny_folder), "device": "cpu"}
+    )
+    printed = describe_plan(config)
+    assert "1 trainer, the process that is started\n" in printed
+    assert "3 engines with 1 CPU each\n" in printed
+    assert "generate in the process of each engine" in printed
+
+
+def test_advice_for_a_cluster_is_more_trainers(large: Config) -> None:
+    cluster = ClusterConfig(trainers=2, engines=2)
+    config = large.model_copy(update={"cluster": cluster})
+    hardware = find_hardware(config, num_gpus=8, gpu_memory=8 * GIB)
+    setting = Setting.of(config, num_gpus=hardware.num_gpus)
+    assert str(advise(estimator_of(config, hardware), setting, limit=hardware.capacity)) == (
+        "set training.micro_batch_tokens = 2048, training.gradient_checkpointing = true and "
+        "cluster.trainers = 4, which saves about 20.5 GiB"
+    )
+
+
 class Failing:
     """A task that fails once, while a batch is drawn."""
 
@@ -482,10 +566,10 @@ from trustbatch.training.trainer import Trainer
 
 train = Trainer.train
 
-def with_little_memory(*arguments, **more):
+def with_little_memory(*arguments, **options):
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20,) * 2)
-    return train(*arguments, **more)
+    return train(*arguments, **options)
 
 Trainer.train = with_little_memory
 sys.exit(main(sys.argv[1:]))

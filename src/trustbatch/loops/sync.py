@@ -28,7 +28,7 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         groups, metrics = loop.take_batch()
         status.trains(buffered_batches=len(loop.pending))
         trained, advantages = train_on(session, groups, started=started)
-        metrics |= trained
+        metrics = metrics | trained  # a checkpoint that is being written may hold what it was
         metrics["time/generation_busy_share"] = (
             metrics["time/generate_seconds"] / metrics["time/step_seconds"]
         )

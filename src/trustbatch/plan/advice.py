@@ -25,6 +25,8 @@ class Change:
     field: str
     """of the setting"""
     value: Any
+    is_key: bool = True
+    """whether it is a key of the configuration"""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class Advice:
         )
 
     def _words(self) -> str:
-        settings = [change.words for change in self.changes if change.field != "num_gpus"]
-        words = [change.words for change in self.changes if change.field == "num_gpus"]
+        settings = [change.words for change in self.changes if change.is_key]
+        words = [change.words for change in self.changes if not change.is_key]
         if settings:
             *first, last = settings
             words.insert(0, f"set {', '.join(first)} and {last}" if first else f"set {last}")
@@ -93,7 +95,7 @@ def advise(
 def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
     """Yield single changes of a setting: those that cost little come first."""
     config, hardware = estimator.config, estimator.hardware
-    if config.rollout.engine == "vllm" and not setting.vllm_sleeps:
+    if config.rollout.engine == "vllm" and config.cluster is None and not setting.vllm_sleeps:
         yield Change("rollout.vllm.sleep = true", "vllm_sleeps", True)
     longest = estimator.longest_sequence
     for tokens in _halved(setting.micro_batch_tokens, max(longest, FEWEST_TOKENS)):
@@ -103,11 +105,14 @@ def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
     if not setting.gradient_checkpointing:
         yield Change("training.gradient_checkpointing = true", "gradient_checkpointing", True)
     more_gpus = [
-        Change(f"train on {number} GPUs (torchrun --nproc-per-node={number})", "num_gpus", number)
+        _more_trainers(number, is_cluster=config.cluster is not None)
         for number in _doubled(setting.num_gpus)
         if hardware.is_gpu
     ]
-    yield from (change for change in more_gpus if change.value <= hardware.num_available)
+    demand = estimator.demand
+    of_engines = 0.0 if demand is None else demand.engines.size * demand.engines.gpus
+    for_training = hardware.num_available - of_engines
+    yield from (change for change in more_gpus if change.value <= for_training)
     for tokens in _halved(min(setting.micro_batch_tokens, FEWEST_TOKENS), longest):
         yield _micro_batch(tokens)
     if not setting.eight_bit_optimiser and setting.lora is None:
@@ -116,7 +121,14 @@ def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
         yield Change(f"model.lora.rank = {LORA_RANK}", "lora", Lora(rank=LORA_RANK))
     if hardware.is_gpu and setting.is_sharded and not setting.cpu_offload:
         yield Change("training.cpu_offload = true", "cpu_offload", True)
-    yield from (change for change in more_gpus if change.value > hardware.num_available)
+    yield from (change for change in more_gpus if change.value > for_training)
+
+
+def _more_trainers(number: int, *, is_cluster: bool) -> Change:
+    if is_cluster:
+        return Change(f"cluster.trainers = {number}", "num_gpus", number)
+    words = f"train on {number} GPUs (torchrun --nproc-per-node={number})"
+    return Change(words, "num_gpus", number, is_key=False)
 
 
 def _micro_batch(tokens: int) -> Change:

@@ -107,6 +107,13 @@ class Demand:
         return None
 
 
+def gpus_needed(config: Config) -> int:
+    """Return on how many GPUs a run has one for each process that can use one."""
+    assert config.cluster is not None
+    demand = Demand.of(config, [{"GPU": math.inf}])
+    return math.ceil(demand.num_gpus) + (0 if demand.trainers.size else 1)
+
+
 def seen_by_ray(config: Config, num_gpus: float) -> list[Resources]:
     """Return what Ray has on a machine of so many GPUs, with CPUs as it is told."""
     assert config.cluster is not None

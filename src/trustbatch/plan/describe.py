@@ -2,6 +2,7 @@
 
 from trustbatch.config import Config, SecondPolicyConfig
 from trustbatch.plan.advice import advise
+from trustbatch.plan.demand import amounts, seen_by_ray
 from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.hardware import Hardware, find_hardware
 from trustbatch.plan.memory import MemoryPlan, Phase, size
@@ -23,17 +24,41 @@ def describe_plan(
     num_sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     lines = [
         f"model       {config.model.name}: {estimator.outline.num_parameters:,} parameters on "
-        f"{_devices(hardware)}",
+        f"{_devices(hardware, is_cluster=config.cluster is not None)}",
         *([f"task        {task.describe()}"] if isinstance(task, FilteredTask) else []),
         f"step        {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
         f"{num_sequences} completions of at most {rollout.max_tokens} tokens",
         f"updates     {training.steps} steps x {training.passes} passes x "
         f"{training.mini_batches} optimiser steps",
+        *_processes(estimator),
         *_memory(estimator),
         *[_second_policy(config, second) for second in rollout.policies],
         f"results     {config.run.path}{_continues(config)}",
     ]
     return "\n".join(lines)
+
+
+def _processes(estimator: Estimator) -> list[str]:
+    """Say which processes a run with [cluster] has, and what each of them gets."""
+    demand, hardware = estimator.demand, estimator.hardware
+    if demand is None:
+        return []
+    lines = [
+        f"{kind.size} {kind.kind}{'s' if kind.size > 1 else ''} with "
+        f"{amounts(kind.each, kind.each)}{' each' if kind.size > 1 else ''}"
+        for kind in demand.kinds
+    ]
+    if not demand.trainers.size:
+        where = ", on a GPU" if hardware.is_gpu else ""
+        lines.insert(0, f"1 trainer, the process that is started{where}")
+    if hardware.is_gpu:
+        nodes = seen_by_ray(estimator.config, hardware.num_available)
+        of_ray = sum(node["GPU"] for node in nodes)
+        lines.append(
+            demand.obstacle(nodes) or f"which is {demand.num_gpus:g} GPU of Ray's {of_ray:g}"
+        )
+    first, *others = lines
+    return [f"cluster     {first}", *(MARGIN + other for other in others)]
 
 
 def _memory(estimator: Estimator) -> list[str]:
@@ -45,7 +70,11 @@ def _memory(estimator: Estimator) -> list[str]:
     if plan.is_prompt_assumed:
         prompts += ", which is assumed"
     per = "each GPU" if plan.is_gpu else "each process" if plan.num_gpus > 1 else "this machine"
-    lines.append(f"{MARGIN}on {per}, with {prompts}")
+    where = f"on {per}"
+    if estimator.demand is not None and not estimator.shares_gpu:
+        what = "on the GPU" if plan.is_gpu else "in the process"
+        where = f"generate {what} of each engine, train {what} of each trainer"
+    lines.append(f"{MARGIN}{where}, with {prompts}")
     if plan.fits:
         lines.append(f"{MARGIN}fits: needs {size(plan.needed)} of {size(plan.capacity)}")
         lines += _waiting(plan)
@@ -84,10 +113,9 @@ def _second_policy(config: Config, second: SecondPolicyConfig) -> str:
     )
 
 
-def _devices(hardware: Hardware) -> str:
-    if hardware.num_gpus == 1:
-        return hardware.name
-    return f"{hardware.num_gpus} x {hardware.name}"
+def _devices(hardware: Hardware, *, is_cluster: bool) -> str:
+    number = hardware.num_available if hardware.is_gpu and is_cluster else hardware.num_gpus
+    return hardware.name if number == 1 else f"{number} x {hardware.name}"
 
 
 def _continues(config: Config) -> str:

@@ -6,13 +6,14 @@ because it is free: graphs of further micro-batches that wait for their backward
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from trustbatch.config import Config
 from trustbatch.plan.activations import Activations, measure_activations
+from trustbatch.plan.demand import Bundles, Demand, seen_by_ray
 from trustbatch.plan.hardware import Hardware, find_hardware
 from trustbatch.plan.key_values import cached_tokens
 from trustbatch.plan.memory import MemoryPlan, Part, Phase
@@ -57,12 +58,10 @@ class Estimator:
         """Return the memory of both phases; the setting is the configuration's unless given."""
         if setting is None:
             setting = Setting.of(self.config, num_gpus=self.hardware.num_gpus)
-        kept = [part for part in self._kept(setting) if part.num_bytes]
-        generate = self._generate(setting)
-        train = max(self._train(setting), key=lambda parts: sum(p.num_bytes for p in parts))
+        generate, train = self._phases(setting)
         return MemoryPlan(
             phases=tuple(
-                Phase(name, (*kept, *(part for part in parts if part.num_bytes)))
+                Phase(name, tuple(part for part in parts if part.num_bytes))
                 for name, parts in (("generate", generate), ("train", train))
             ),
             capacity=self.hardware.capacity,
@@ -92,17 +91,55 @@ class Estimator:
         """Tokens of a prompt and a completion; a micro-batch has at least that many."""
         return self.prompt.num_tokens + self.config.rollout.max_tokens
 
-    def _kept(self, setting: Setting) -> list[Part]:
-        """Parts that are there in both phases."""
+    @cached_property
+    def demand(self) -> Demand | None:
+        """What a run with [cluster] asks Ray for."""
+        if self.config.cluster is None:
+            return None
+        num_gpus = self.hardware.num_available if self.hardware.is_gpu else 0
+        return Demand.of(self.config, seen_by_ray(self.config, num_gpus))
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether the engines of a cluster are on the trainer's GPU, the only one."""
+        is_alone = self.hardware.is_gpu and self.hardware.num_available == 1
+        return is_alone and self.demand is not None and not self.demand.trainers.size
+
+    def _phases(self, setting: Setting) -> tuple[list[Part], list[Part]]:
+        """Return the parts of generation and those of training."""
+        trainer, generate = self._trainer(setting), self._generate(setting)
+        train = max(self._train(setting), key=lambda parts: sum(p.num_bytes for p in parts))
+        if self.demand is None:
+            engine = [
+                Part("engine's weights", self._engine_weights(self.outline, setting.is_sharded)),
+                Part("second policies", self._second_policies()),
+            ]
+            return [*trainer, *engine, *generate], [*trainer, *engine, *train]
+        engines = self._engines_on_a_gpu(self.demand.engines, generate)
+        if self.shares_gpu:
+            return [*trainer, *engines], [*trainer, *engines, *train]
+        return engines, [*trainer, *train]
+
+    def _engines_on_a_gpu(self, bundles: Bundles, generate: list[Part]) -> list[Part]:
+        """Parts of the engines that share one GPU; each has a policy of its own."""
+        number = min(math.floor(1 / bundles.gpus), bundles.size) if 0 < bundles.gpus < 1 else 1
+        of_one = [
+            Part("engine's parameters", FLOAT32 * self.outline.num_parameters),
+            Part("engine's weights", self._engine_weights(self.outline, is_sharded=False)),
+            Part("second policies", self._second_policies()),
+            *generate,
+        ]
+        return [replace(part, num_bytes=number * part.num_bytes) for part in of_one]
+
+    def _trainer(self, setting: Setting) -> list[Part]:
+        """Parts that a trainer keeps in both phases."""
         on_device = 0.0 if setting.cpu_offload and self.hardware.is_gpu else 1 / setting.num_gpus
         trainable = self._trainable(setting)
         states = EIGHT_BIT_STATES if setting.eight_bit_optimiser else ADAMW_STATES
         return [
             Part("parameters", self._parameters(setting) * on_device),
             Part("optimiser", states * trainable * on_device),
-            Part("engine's weights", self._engine_weights(self.outline, setting.is_sharded)),
             Part("reference", FLOAT32 * self._reference_parameters(setting) * on_device),
-            Part("second policies", self._second_policies()),
         ]
 
     def _parameters(self, setting: Setting) -> float:
@@ -186,10 +223,7 @@ class Estimator:
         if self.config.rollout.engine == "vllm":
             return [self._vllm()]
         rollout, outline = self.config.rollout, self.outline
-        num_rows = math.ceil(
-            rollout.prompts_per_step * rollout.samples_per_prompt / setting.num_gpus
-        )
-        num_rows = min(num_rows, setting.max_sequences)
+        num_rows = min(self._rows_of_a_call(setting), setting.max_sequences)
         rows_per_prompt = min(rollout.samples_per_prompt, num_rows)
         num_prompts = math.ceil(num_rows / rows_per_prompt)
         tokens = cached_tokens(
@@ -211,6 +245,15 @@ class Estimator:
             Part("prompts", prompt_pass * self.activations.layer),
         ]
 
+    def _rows_of_a_call(self, setting: Setting) -> int:
+        """Sequences that an engine is asked for at once."""
+        rollout, cluster = self.config.rollout, self.config.cluster
+        if cluster is None:
+            num_sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+            return math.ceil(num_sequences / setting.num_gpus)
+        share = math.ceil(rollout.prompts_per_step / cluster.engines)
+        return (rollout.prompts_per_call or share) * rollout.samples_per_prompt
+
     def _vllm(self) -> Part:
         vllm = self.config.rollout.vllm
         is_here = vllm.devices is None
@@ -225,7 +268,7 @@ class Estimator:
         in_step = num_sequences * self.longest_sequence / training.mini_batches / setting.num_gpus
         tokens = min(max(setting.micro_batch_tokens, self.longest_sequence), math.ceil(in_step))
         parts = []
-        if rollout.engine == "vllm" and not setting.vllm_sleeps:
+        if rollout.engine == "vllm" and not setting.vllm_sleeps and self.demand is None:
             parts.append(self._vllm())
         gathered = Part("gathered layers", self._gathered(setting))
         gradients = Part("gradients", self._gradients(setting))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from trustbatch.config import Config
+from trustbatch.plan.demand import gpus_needed
 from trustbatch.plan.memory import GIB, size
 
 NOT_TORCHS = 1.0 * GIB
@@ -39,13 +40,18 @@ def find_hardware(
     """Return what is here, or what the plan is asked for: so many GPUs of so many bytes."""
     device = config.model.device
     num = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    num_available = num_gpus
+    if config.cluster is not None:
+        num = config.cluster.trainers
+        if num_gpus is None and (gpu_memory is not None or config.cluster.address):
+            num_available = gpus_needed(config)
     if gpu_memory is not None:
         return Hardware(
             is_gpu=True,
             num_gpus=num,
             memory=gpu_memory,
             name=f"cuda ({size(gpu_memory)})",
-            num_available=num,
+            num_available=num_available or num,
         )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,10 +62,11 @@ def find_hardware(
             num_gpus=num,
             memory=properties.total_memory,
             name=f"{device} ({properties.name}, {size(properties.total_memory)})",
-            num_available=max(torch.cuda.device_count(), num),
+            num_available=num_available or max(torch.cuda.device_count(), num),
         )
     # the processes on a machine share its memory
-    memory = _machine_memory() / num
+    num_processes = num + (config.cluster.engines if config.cluster is not None else 0)
+    memory = _machine_memory() / num_processes
     return Hardware(is_gpu=False, num_gpus=num, memory=memory, name=device, num_available=num)
 
 

@@ -89,7 +89,8 @@ def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
             step=int(state["step"]),
             num_prompts=int(state["num_prompts"]),
             pending=deque(pending),
-            drawing=deque(state["drawing"]),
+            # how older versions of this package drew them is not known
+            drawing=deque(state.get("drawing", [{} for _ in pending])),
             spare=[group_from_record(json.loads(line)) for line in lines],
             task=dict(state["task"]),
         )
