@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -11,20 +10,14 @@ from torch import Tensor
 
 from trustbatch.cluster.crew import Crew, Worker
 from trustbatch.cluster.engine_actor import Drawn, PublishedVersion, RemoteEngine
-from trustbatch.cluster.publications import (
-    DiskPublisher,
-    Publication,
-    Publisher,
-    SharedMemoryPublisher,
-)
+from trustbatch.cluster.publications import Publication
+from trustbatch.cluster.transfer_method import open_publisher
 from trustbatch.config import ClusterConfig, Config
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.rollout.canary_reference import CanaryReference
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.in_parts import parts_of
 from trustbatch.types import Completion, GenerationRequest
-
-WEIGHTS_FOLDER = "weights"
 
 
 class EngineFleet:
@@ -41,7 +34,7 @@ class EngineFleet:
         self._published: dict[int, tuple[Publication, Any]] = {}
         self._expected: CanaryReference | None = None
         self._changing = threading.Lock()
-        self._publisher = _publisher(self.cluster, config.run.path)
+        self._publisher = open_publisher(config)
         self._canary: dict[str, float] = {}
         start = RemoteEngine.options(num_cpus=1, num_gpus=gpus_per_engine(config)).remote
         num_threads = torch.get_num_threads()
@@ -53,6 +46,7 @@ class EngineFleet:
             work_seconds=self.cluster.generate_seconds,
             max_restarts=self.cluster.max_restarts,
             deadline_key="cluster.generate_seconds",
+            part_from=lambda actor: self._publisher.part_from(actor._actor_id.hex()),
         )
 
     @property
@@ -146,12 +140,6 @@ class _FleetAt:
 
     def close(self) -> None:
         """Leave it to the fleet: it has other versions."""
-
-
-def _publisher(cluster: ClusterConfig, run: Path) -> Publisher:
-    if cluster.weight_transfer == "disk":
-        return DiskPublisher(Path(cluster.transfer_folder or run) / WEIGHTS_FOLDER)
-    return SharedMemoryPublisher()
 
 
 def gpus_per_engine(config: Config) -> float:
