@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 TRAINER, ENGINE = 0, 1
 WATCHDOG = {
@@ -40,7 +41,7 @@ class Link:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, *, backend: Backend, address: str, seconds: float
+        self, store: Store, rank: int, *, backend: Backend, address: str, seconds: float
     ) -> None:
         self.backend = backend
         self._peer = ENGINE if rank == TRAINER else TRAINER
@@ -69,7 +70,7 @@ class Link:
         self._group.abort()
 
 
-def _gloo_group(store: dist.Store, rank: int, address: str, timeout: timedelta) -> Any:
+def _gloo_group(store: Store, rank: int, address: str, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # the published types lack its options
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]  # it listens there and nowhere else
@@ -78,7 +79,7 @@ def _gloo_group(store: dist.Store, rank: int, address: str, timeout: timedelta) 
     return gloo(store, rank, 2, options)
 
 
-def _nccl_group(store: dist.Store, rank: int, address: str, timeout: timedelta) -> Any:
+def _nccl_group(store: Store, rank: int, address: str, timeout: timedelta) -> Any:
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from trustbatch.cluster.link import Backend
 
@@ -46,7 +47,7 @@ class PostboxAddress:
     def reached(self, seconds: float) -> "Postbox":
         """Return the box for another process, or for another thread: a client serves only one."""
         return Postbox(
-            dist.TCPStore(
+            TCPStore(
                 self.host,
                 self.port,
                 is_master=False,
@@ -59,7 +60,7 @@ class PostboxAddress:
 class Postbox:
     """A box as one client of it sees it. What goes wrong is a RuntimeError, deadlines too."""
 
-    def __init__(self, store: dist.TCPStore) -> None:
+    def __init__(self, store: TCPStore) -> None:
         self.store = store
 
     @classmethod
@@ -67,7 +68,7 @@ class Postbox:
         """Open a box of this process that is reached through one address of the machine only."""
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        store = dist.TCPStore(
+        store = TCPStore(
             host,
             port,
             is_master=True,
@@ -108,6 +109,6 @@ class Postbox:
         """Tell whoever waits for the next ask that there will be none."""
         self.store.queue_push(ASKS, b"")
 
-    def meeting(self, group: str) -> dist.Store:
+    def meeting(self, group: str) -> Store:
         """Return where the two members of a link find each other."""
-        return dist.PrefixStore(group, self.store)
+        return PrefixStore(group, self.store)
