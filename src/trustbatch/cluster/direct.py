@@ -18,7 +18,7 @@ import torch
 
 from trustbatch.cluster.buckets import Bucket, BucketLayout, packed
 from trustbatch.cluster.link import TRAINER, Backend, Link
-from trustbatch.cluster.postbox import Answer, Ask, Postbox, PostboxAddress
+from trustbatch.cluster.postbox import PATIENCE, Answer, Ask, Postbox, PostboxAddress
 from trustbatch.cluster.publications import Weights
 from trustbatch.cluster.receiver import gpu_name, receiver_at
 
@@ -131,12 +131,13 @@ class DirectPublisher:
 
     def _work(self) -> None:
         """Take asks out of the box, and have each served by a thread of its own."""
-        box = self._box.address.reached(self.seconds)
+        box = self._box.address.reached(PATIENCE)
         while (ask := box.next_ask()) is not None:
             threading.Thread(target=self._serve, args=(ask,), daemon=True).start()
 
     def _serve(self, ask: Ask) -> None:
         deadline = time.monotonic() + self.seconds
+        link = None
         try:
             with self._changing:
                 device = self._live[ask.version].device if ask.version in self._live else None
@@ -145,9 +146,11 @@ class DirectPublisher:
                 return
             with _own_stream(device) as stream:
                 # no copy is held before the engine has met this thread, which it may never do
-                self._send(ask.version, self._linked(ask, device), stream, deadline)
+                link = self._linked(ask, device)
+                self._send(ask.version, link, stream, deadline)
         except RuntimeError as error:
-            self.part_from(ask.engine)
+            if link is not None:
+                self._give_up(ask.engine, link)
             if not self._closing:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 logger.warning(f"An engine did not get version {ask.version} ({reason}).")
@@ -162,6 +165,14 @@ class DirectPublisher:
         for bucket in live.buckets:
             content = bucket.content.to(link.device)
             link.send(content, max(deadline - time.monotonic(), 0.001))
+
+    def _give_up(self, engine: str, link: Link) -> None:
+        """Part from an engine, unless it has asked again and has another link by now."""
+        with self._changing:
+            _, present = self._links.get(engine, ("", None))
+            if present is link:
+                del self._links[engine]
+        link.break_off()
 
     def _refuse(self, ask: Ask) -> None:
         why = f"Version {ask.version} of the weights was asked for after it was forgotten."

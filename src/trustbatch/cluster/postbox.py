@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from trustbatch.cluster.link import Backend
 
 ASKS = "asks"
-PATIENCE = timedelta(days=1)
-"""of the owner, who looks into an empty box again after that"""
+PATIENCE = 86_400.0
+"""seconds until the owner looks into an empty box again"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Postbox:
             port,
             is_master=True,
             wait_for_workers=False,
-            timeout=PATIENCE,
+            timeout=timedelta(seconds=PATIENCE),
             # a store that makes its own socket listens to the whole network
             master_listen_fd=listener.detach(),
         )
