@@ -35,10 +35,12 @@ def ray_at_hand() -> Iterator[None]:
 
 
 def some_weights(seed: int = 0) -> list[tuple[str, Tensor]]:
-    """Tensors of odd sizes, none at all and a single number among them."""
+    """Tensors of odd sizes, none at all and a single number of another type among them."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(3, 5), (), (7,), (0, 4), (64, 33), (1, 1, 2)]
-    return [(f"w{n}", torch.randn(shape, generator=generator)) for n, shape in enumerate(shapes)]
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    drawn[1] = drawn[1].bfloat16()
+    return [(f"w{n}", tensor) for n, tensor in enumerate(drawn)]
 
 
 def assert_equal(actual: list[tuple[str, Tensor]], expected: list[tuple[str, Tensor]]) -> None:
