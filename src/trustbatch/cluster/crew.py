@@ -55,7 +55,7 @@ class Crew:
     An actor that dies, or is silent beyond its deadline, is replaced by a new one, and its chunk is
     queued again, once for each death: before all others, since they waited for less. A chunk whose
     actors die more than `max_restarts` times ends the run. Errors that the work itself raises are
-    raised here.
+    raised here. `part_from` is told of each actor that is replaced.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Crew:
         work_seconds: float,
         max_restarts: int,
         deadline_key: str,
+        part_from: Callable[[Any], None] = lambda actor: None,
     ) -> None:
         self.kind = kind
         self._start = start
@@ -75,6 +76,7 @@ class Crew:
         self.work_seconds = work_seconds
         self.max_restarts = max_restarts
         self.deadline_key = deadline_key
+        self._part_from = part_from
         self.last_death = ""
         """who had to be replaced last, and why"""
         self._closed = threading.Event()
@@ -175,6 +177,7 @@ class Crew:
         self.last_death = f"{worker.name} is replaced: {reason}."
         logger.warning(self.last_death)
         ray.kill(worker.actor)
+        self._part_from(worker.actor)
         worker.restarts += 1
         worker.is_ready = False
         worker.actor = self._started(worker.number)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 import torch
@@ -182,4 +183,5 @@ def _on_host(completion: Completion) -> Completion:
 
 
 RemoteEngine = ray.remote(EngineActor)
-RemoteEngineInFlight = ray.remote(concurrency_groups={OFFERS: 1})(EngineActor)
+_remote: Any = ray.remote  # whose type knows nothing of concurrency groups
+RemoteEngineInFlight = _remote(concurrency_groups={OFFERS: 1})(EngineActor)

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,12 +17,8 @@ from trustbatch.cluster.engine_actor import (
     RemoteEngineInFlight,
 )
 from trustbatch.cluster.placement import Places, machines
-from trustbatch.cluster.publications import (
-    DiskPublisher,
-    Publication,
-    Publisher,
-    SharedMemoryPublisher,
-)
+from trustbatch.cluster.publications import Publication
+from trustbatch.cluster.transfer_method import open_publisher
 from trustbatch.config import ClusterConfig, Config
 from trustbatch.errors import EngineError
 from trustbatch.plan.demand import Demand
@@ -31,8 +26,6 @@ from trustbatch.rollout.canary_reference import CanaryReference
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.in_parts import parts_of
 from trustbatch.types import Completion, GenerationRequest
-
-WEIGHTS_FOLDER = "weights"
 
 
 class EngineFleet:
@@ -50,7 +43,7 @@ class EngineFleet:
         self._published: dict[int, tuple[Publication, Any]] = {}
         self._expected: CanaryReference | None = None
         self._changing = threading.Lock()
-        self._publisher = _publisher(self.cluster, config.run.path)
+        self._publisher = open_publisher(config)
         self._canary: dict[str, float] = {}
         self._places = Places(
             Demand.of(config, machines()).engines, seconds=self.cluster.start_seconds
@@ -65,6 +58,7 @@ class EngineFleet:
             work_seconds=self.cluster.generate_seconds,
             max_restarts=self.cluster.max_restarts,
             deadline_key="cluster.generate_seconds",
+            part_from=lambda actor: self._publisher.part_from(actor._actor_id.hex()),
         )
 
     @property
@@ -228,9 +222,3 @@ class _FleetInFlight(_FleetView):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         return self.fleet.draw_in_flight(requests)
-
-
-def _publisher(cluster: ClusterConfig, run: Path) -> Publisher:
-    if cluster.weight_transfer == "disk":
-        return DiskPublisher(Path(cluster.transfer_folder or run) / WEIGHTS_FOLDER)
-    return SharedMemoryPublisher()

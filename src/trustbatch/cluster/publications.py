@@ -37,6 +37,10 @@ class Publisher(Protocol):
         """Give back the room of a version that nobody will ask for again."""
         ...
 
+    def part_from(self, engine: str) -> None:
+        """Leave nothing under way to an engine, by its actor's id, that is no more."""
+        ...
+
     def close(self) -> None:
         """Give everything back."""
         ...
@@ -87,6 +91,9 @@ class SharedMemoryPublisher:
     def forget(self, publication: SharedPublication) -> None:
         """The store forgets it with its last reference."""
 
+    def part_from(self, engine: str) -> None:
+        """The store does not know who reads."""
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -127,6 +134,9 @@ class DiskPublisher:
     def forget(self, publication: DiskPublication) -> None:
         """Delete the file."""
         Path(publication.path).unlink(missing_ok=True)
+
+    def part_from(self, engine: str) -> None:
+        """Files do not know who reads them."""
 
     def close(self) -> None:
         """Delete the folder."""

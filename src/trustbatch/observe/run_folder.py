@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "cluster.generate_seconds",
     "cluster.grade_seconds",
     "cluster.train_seconds",
+    "cluster.transfer_seconds",
     "reward.workers",
     "reward.time_limit",
     "reward.memory_limit_gib",

@@ -1,0 +1,101 @@
+"""A link: a process group of two, the first trainer and one engine, outside of all other groups."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+TRAINER, ENGINE = 0, 1
+WATCHDOG = {
+    # its usual answer to a dead peer is to end this process: it shall only end the communicator
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""read by torch when a group is made"""
+_making = threading.Lock()
+
+
+class Backend(StrEnum):
+    """What carries the bytes."""
+
+    NCCL = "nccl"
+    """from one GPU to another one"""
+    GLOO = "gloo"
+    """between processes, from host memory to host memory"""
+
+
+class Link:
+    """Carries tensors from the first trainer to one engine, which take each in the same order.
+
+    Making it waits for the other member. What goes wrong in any method is a RuntimeError, and the
+    link is of no use after that.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, *, backend: Backend, address: str, seconds: float
+    ) -> None:
+        self.backend = backend
+        self._peer = ENGINE if rank == TRAINER else TRAINER
+        make = _nccl_group if backend == Backend.NCCL else _gloo_group
+        self._group: Any = make(store, rank, address, timedelta(seconds=seconds))
+        # NCCL connects with the first message: not while a version is held for it
+        greeting = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        carry = self.send if rank == TRAINER else self.receive
+        carry(greeting, seconds)
+
+    @property
+    def device(self) -> str:
+        """Where tensors must lie to be carried."""
+        return "cuda" if self.backend == Backend.NCCL else "cpu"
+
+    def send(self, content: Tensor, seconds: float) -> None:
+        """Return when the other member has the tensor."""
+        self._group.send([content], self._peer, 0).wait(timedelta(seconds=seconds))
+
+    def receive(self, content: Tensor, seconds: float) -> None:
+        """Fill a tensor with what the other member sends."""
+        self._group.recv([content], self._peer, 0).wait(timedelta(seconds=seconds))
+
+    def break_off(self) -> None:
+        """End what is under way: NCCL does not see that a peer is dead, as gloo does by itself."""
+        self._group.abort()
+
+
+def _gloo_group(store: Store, rank: int, address: str, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo  # the published types lack its options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]  # it listens there and nowhere else
+    options._threads = 2
+    options._timeout = timeout
+    return gloo(store, rank, 2, options)
+
+
+def _nccl_group(store: Store, rank: int, address: str, timeout: timedelta) -> Any:
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    with _making, _environment(WATCHDOG):
+        return nccl(store, rank, 2, options)
+
+
+@contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

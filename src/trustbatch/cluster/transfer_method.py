@@ -1,0 +1,63 @@
+"""How weights travel in a run: what cluster.weight_transfer says, or what "auto" makes of it."""
+
+import logging
+from pathlib import Path
+
+import ray
+import torch
+
+from trustbatch.cluster.direct import DirectPublisher
+from trustbatch.cluster.publications import DiskPublisher, Publisher, SharedMemoryPublisher
+from trustbatch.config import Config
+from trustbatch.policy import default_precision
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_FOLDER = "weights"
+
+
+def open_publisher(config: Config) -> Publisher:
+    """Return what makes weights available to the engines of a run."""
+    cluster = config.cluster
+    assert cluster is not None
+    method = transfer_method(config, ray_gpus=float(ray.cluster_resources().get("GPU", 0.0)))
+    if method == "disk":
+        folder = Path(cluster.transfer_folder or config.run.path)
+        return DiskPublisher(folder / WEIGHTS_FOLDER)
+    if method == "direct":
+        return DirectPublisher(seconds=cluster.transfer_seconds, dtype=engine_dtype(config))
+    return SharedMemoryPublisher()
+
+
+def transfer_method(config: Config, *, ray_gpus: float) -> str:
+    """Return "direct", "shared_memory" or "disk", for a Ray that has so many GPUs to give."""
+    cluster = config.cluster
+    assert cluster is not None
+    asked = cluster.weight_transfer
+    if asked in ("shared_memory", "disk"):
+        return asked
+    if config.model.device == "cpu" or not ray_gpus:
+        return "direct" if asked == "direct" else "shared_memory"
+    # of several GPUs, a single trainer has kept one to itself, and several are given theirs by Ray
+    if cluster.trainers == ray_gpus == torch.cuda.device_count() == 1:
+        if asked == "direct":
+            logger.warning(
+                "Engines and trainer share the only GPU, where NCCL can't tell them apart: weights "
+                'go through shared memory; set cluster.weight_transfer to "auto".'
+            )
+        return "shared_memory"
+    return "direct"
+
+
+def engine_dtype(config: Config) -> torch.dtype | None:
+    """Return what engines round all weights to as they take them over; None if they don't."""
+    if config.rollout.engine != "vllm":
+        return None  # the native engine has float32, and rounds what some products use
+    precision = config.rollout.precision
+    if precision == "auto":
+        precision = config.model.precision
+    if precision == "auto":
+        has_gpu = config.model.device != "cpu" and torch.cuda.is_available()
+        precision = default_precision("cuda" if has_gpu else "cpu")
+    # FP8 is made from the bfloat16 values
+    return getattr(torch, "bfloat16" if precision == "fp8" else precision)

@@ -1,0 +1,238 @@
+"""Weights that go from the first trainer's device to an engine's, by a group of these two."""
+
+import gc
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.test_cluster import assert_same, kill_meanwhile, run
+from torch import Tensor
+
+from trustbatch.cluster.ray_runtime import joined_ray
+from trustbatch.config import parse_config
+from trustbatch.errors import EngineError
+
+if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
+    pytest.skip("Ray is not installed", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_at_hand() -> Iterator[None]:
+    """One Ray for all tests, whose processes have one thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    tree = {"model": {"name": "any"}, "task": {"name": "arithmetic"}, "cluster": {"trainers": 3}}
+    with joined_ray(parse_config(tree)):
+        yield
+    torch.set_num_threads(before)
+
+
+def some_weights(seed: int = 0) -> list[tuple[str, Tensor]]:
+    """Tensors of odd sizes, none at all and a single number of another type among them."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(3, 5), (), (7,), (0, 4), (64, 33), (1, 1, 2)]
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    drawn[1] = drawn[1].bfloat16()
+    return [(f"w{n}", tensor) for n, tensor in enumerate(drawn)]
+
+
+def assert_equal(actual: list[tuple[str, Tensor]], expected: list[tuple[str, Tensor]]) -> None:
+    assert [name for name, _ in actual] == [name for name, _ in expected]
+    assert all(torch.equal(a, e) for (_, a), (_, e) in zip(actual, expected, strict=True))
+    assert {a.dtype for _, a in actual} == {e.dtype for _, e in expected}
+
+
+def eventually(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_buckets_give_back_what_was_packed(
+    dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trustbatch.cluster import buckets
+
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 128)
+    weights = some_weights()
+    packed = buckets.packed(weights, dtype=dtype)
+    # 3 * 5 floats, one, 7, none: 64 + 16 + 32 + 0 bytes; the next one is larger than any bucket
+    assert [len(bucket.layout.places) for bucket in packed] == [4, 1, 1]
+    unpacked = [pair for each in packed for pair in each.layout.tensors(each.content)]
+    assert_equal(unpacked, [(name, tensor.to(dtype)) for name, tensor in weights])
+    before = [(name, tensor.clone()) for name, tensor in unpacked]
+    for _, tensor in weights:
+        tensor.zero_()
+    assert_equal(unpacked, before)
+
+
+def test_versions_are_kept_until_they_are_forgotten_and_come_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The receiver is in this process, where an engine has it in its own."""
+    from trustbatch.cluster.direct import DirectPublisher
+
+    monkeypatch.setattr("trustbatch.cluster.buckets.BUCKET_BYTES", 128)
+    publisher = DirectPublisher(seconds=30.0)
+    weights = [some_weights(version) for version in range(3)]
+    published = [publisher.publish(each, version) for version, each in enumerate(weights)]
+    size = publisher.live_bytes // 3
+    contents = [weakref.ref(live.buckets[0].content) for live in publisher._live.values()]
+    assert size == sum(layout.num_bytes for layout in published[0].layouts) > 0
+    for version in (1, 0, 2):  # an engine may be asked for any of them
+        assert_equal(list(published[version].tensors()), weights[version])
+    assert len(publisher._links) == 1
+
+    publisher.forget(published[0])
+    publisher.forget(published[1])
+    eventually(lambda: [each() is None for each in contents] == [True, True, False], "kept")
+    assert publisher.live_bytes == size
+    with pytest.raises(EngineError, match="Version 1 of the weights was asked for after it was"):
+        list(published[1].tensors())
+    next(iter(published[2].tensors()))  # the rest is never taken: this link can't be used again
+    gc.collect()
+    assert_equal(list(published[2].tensors()), weights[2])
+    publisher.close()
+    assert publisher.live_bytes == 0
+    eventually(lambda: contents[2]() is None, "kept")
+
+
+def test_a_trainer_that_does_not_answer_is_waited_for_no_longer_than_told() -> None:
+    from trustbatch.cluster.direct import DirectPublication
+    from trustbatch.cluster.postbox import Postbox
+
+    box = Postbox.opened("127.0.0.1")
+    deaf = DirectPublication(box.address, version=4, layouts=(), on_gpu=False, seconds=0.3)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"Version 4 .* did not arrive .*transfer_seconds = 0\.3"):
+        list(deaf.tensors())
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.slow
+def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    from trustbatch.cluster.direct import DirectPublisher
+
+    class Taker:
+        def take(self, publication: Any, upset_by: signal.Signals | None) -> float:
+            total = 0.0
+            for number, (_, tensor) in enumerate(publication.tensors()):
+                total += float(tensor.double().sum())
+                if number == 1 and upset_by is not None:
+                    os.kill(os.getpid(), upset_by)
+            return total
+
+    # more than the sockets between two processes hold, in many buckets
+    monkeypatch.setattr("trustbatch.cluster.buckets.BUCKET_BYTES", 2**22)
+    weights = [(f"w{n}", torch.full((2**20,), float(n))) for n in range(32)]
+    patient, impatient = DirectPublisher(seconds=300.0), DirectPublisher(seconds=2.0)
+    remote: Any = ray.remote(Taker)
+    dead, silent, sound = (remote.remote() for _ in range(3))
+    for publisher, engine, manner in (
+        (patient, dead, signal.SIGKILL),  # seen at once
+        (impatient, silent, signal.SIGSTOP),  # seen at the deadline
+    ):
+        caplog.clear()
+        publication = publisher.publish(weights, 5)
+        assert len(publication.layouts) == 32
+        call = engine.take.remote(publication, manner)
+        eventually(lambda publisher=publisher: bool(publisher._links), "it does not begin")
+        # the other one does not wait for it
+        assert ray.get(sound.take.remote(publication, None), timeout=60) == 2**20 * 31 * 16
+        eventually(lambda: "An engine did not get version 5" in caplog.text, "it does not end")
+        assert list(publisher._links) == [sound._actor_id.hex()]
+        content = weakref.ref(publisher._live[5].buckets[0].content)
+        publisher.forget(publication)
+        eventually(lambda content=content: content() is None, "whoever sent it holds it")
+        publisher.close()
+        ray.kill(engine)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(call, timeout=60)
+    ray.kill(sound)
+
+
+@pytest.mark.slow
+def test_killed_engines_get_what_they_need_and_the_run_is_the_same(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trustbatch.cluster.direct import DirectPublisher
+
+    num_live, num_served = [], []
+    publish, serve = DirectPublisher.publish, DirectPublisher._serve
+
+    def counted(self: Any, weights: Any, version: int) -> Any:
+        publication = publish(self, weights, version)
+        num_live.append(len(self._live))
+        return publication
+
+    def served(self: Any, ask: Any) -> None:
+        num_served.append((ask.engine, ask.version))
+        serve(self, ask)
+
+    monkeypatch.setattr(DirectPublisher, "publish", counted)
+    monkeypatch.setattr(DirectPublisher, "_serve", served)
+    length = {"training": {"steps": 8, "learning_rate": 1e-3}}
+    expected = run(tiny_folder, tmp_path / "sync", rollout={"lag": 1}, **length)
+    plan = [(2, "EngineActor", 2)]
+    killer = kill_meanwhile(tmp_path / "async" / "run", plan)
+    cluster = {"engines": 2, "max_lag": 1, "weight_transfer": "direct"}
+    actual = run(tiny_folder, tmp_path / "async", cluster=cluster, **length)
+    killer.join()
+    assert_same(actual, expected)
+    # at least: who still starts may have had no work when it was killed, and is not missed
+    assert actual.metrics[-1]["cluster/engine_restarts"] >= 1
+    assert len(num_live) == 9
+    assert max(num_live) <= 3  # of versions within the lag, and one that is about to go
+    assert len({engine for engine, _ in num_served}) >= 2
+    assert {version for _, version in num_served} == set(range(7))
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "trainers", "ray_gpus", "seen_here", "method"),
+    [
+        ("auto", "cpu", 1, 0, 0, "shared_memory"),
+        ("auto", "auto", 1, 0, 0, "shared_memory"),
+        ("direct", "cpu", 1, 0, 0, "direct"),
+        ("auto", "cpu", 1, 4, 4, "shared_memory"),
+        ("auto", "auto", 1, 1, 1, "shared_memory"),  # the trainer's own
+        ("direct", "cuda", 1, 1, 1, "shared_memory"),
+        ("auto", "cuda", 1, 1, 2, "direct"),  # the trainer has kept the other one
+        ("auto", "cuda", 1, 8, 1, "direct"),  # of other machines
+        ("auto", "cuda", 6, 8, 1, "direct"),  # Ray shows a trainer its own only
+        ("shared_memory", "cuda", 6, 8, 1, "shared_memory"),
+        ("disk", "cuda", 6, 8, 1, "disk"),
+    ],
+)
+def test_auto_is_direct_between_gpus_only(
+    asked: str,
+    device: str,
+    trainers: int,
+    ray_gpus: float,
+    seen_here: int,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from trustbatch.cluster.transfer_method import transfer_method
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: seen_here)
+    tree = {
+        "model": {"name": "any", "device": device},
+        "task": {"name": "arithmetic"},
+        "cluster": {"trainers": trainers, "weight_transfer": asked},
+    }
+    assert transfer_method(parse_config(tree), ray_gpus=ray_gpus) == method
+    assert ("share the only GPU" in caplog.text) == (asked == "direct" != method)
