@@ -1,5 +1,6 @@
 """The processes that do a study's jobs, as the one that hands them out sees them."""
 
+import contextlib
 import json
 import os
 import selectors
@@ -88,10 +89,8 @@ class WorkerProcess:
         self.answers.close()
 
     def _kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
 

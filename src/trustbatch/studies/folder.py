@@ -65,7 +65,7 @@ class StudyFolder:
             self._refuse_other(study, before)
             seeds |= set(before["seeds"])
             for tree in before["arms"]:
-                arms.setdefault(tree["name"], _arm_of(tree))
+                arms.setdefault(tree["name"], arm_of(tree))
         write_whole(
             self.path / STUDY_FILE,
             json.dumps(
@@ -136,7 +136,8 @@ def _tree_of(arm: Arm) -> dict[str, Any]:
     }
 
 
-def _arm_of(tree: Mapping[str, Any]) -> Arm:
+def arm_of(tree: Mapping[str, Any]) -> Arm:
+    """Read an arm off study.json."""
     return Arm(
         name=tree["name"],
         label=tree["label"],
