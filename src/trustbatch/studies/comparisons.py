@@ -19,7 +19,7 @@ from statistics import fmean, stdev
 
 from trustbatch.evaluation.comparison import compare
 from trustbatch.evaluation.intervals import LEVEL
-from trustbatch.studies.results import ArmResult, Measure, StudyResults
+from trustbatch.studies.results import ArmResult, Measure, Spread, StudyResults, StudyRun
 from trustbatch.studies.student_t import t_probability, t_quantile
 
 
@@ -55,6 +55,18 @@ class Contender:
     def regime_label(self) -> str:
         """What a person reads of the regime."""
         return self.members[0].regime_label
+
+    @property
+    def runs(self) -> list[StudyRun]:
+        """Every member with every seed."""
+        return [run for member in self.members for run in member.runs]
+
+    def spread(self, measure: Measure) -> Spread | None:
+        """Return mean and deviation: over an arm's seeds, or over several members."""
+        if len(self.members) == 1:
+            return self.members[0].spread(measure)
+        spreads = [member.spread(measure) for member in self.members]
+        return Spread.of([each.mean for each in spreads if each])
 
     def by_seed(self, measure: Measure) -> dict[int, float]:
         """Return the measure of every seed that all members have it of."""
@@ -107,6 +119,15 @@ def contenders(arms: Sequence[ArmResult]) -> list[Contender]:
         family = result.arm.family
         groups.setdefault(f"family {family}" if family else result.arm.name, []).append(result)
     return [Contender.of(*members) for members in groups.values()]
+
+
+def table_rows(arms: Sequence[ArmResult]) -> list[Contender]:
+    """Return the arms of one regime, those of a family behind their mean."""
+    rows = []
+    for each in contenders(arms):
+        alone = [Contender.of(member) for member in each.members]
+        rows += alone if len(alone) == 1 else [each, *alone]
+    return rows
 
 
 def compare_study(results: StudyResults) -> list[PairedDifference]:

@@ -22,11 +22,12 @@ from trustbatch.observe.page_parts import (
 )
 from trustbatch.observe.report import sample_table
 from trustbatch.observe.report_data import SampleFile
-from trustbatch.studies.comparisons import Contender, contenders
+from trustbatch.studies.comparisons import Contender, contenders, table_rows
 from trustbatch.studies.curves_csv import write_curves
 from trustbatch.studies.hyper_parameters import hyper_parameters
 from trustbatch.studies.results import (
     BEST_REWARD,
+    FINAL_REWARD,
     ArmResult,
     RunState,
     StudyResults,
@@ -73,9 +74,10 @@ def write_csv(folder: Path) -> list[Path]:
 def render_study(results: StudyResults, verdict: StudyVerdict) -> str:
     """Return the page of results that were already read."""
     colours = Colours.of(results)
+    kind = "charts" if len(results.regimes) > 4 else "charts wide"
     sections = {
         "verdict": ("Verdict", _verdict_section(results, verdict)),
-        "reward": ("Reward", _charts(reward_figures(results, colours), BAND_READING)),
+        "reward": ("Reward", _charts(reward_figures(results, colours), BAND_READING, kind=kind)),
         "benchmarks": ("pass@k", _charts(pass_at_k_figures(results, colours))),
         "results": ("Results", _results_section(results, colours)),
         "trust": ("Trust", _charts(trust_figures(results, colours), kind="charts")),
@@ -129,17 +131,19 @@ def _charts(figures: str, hint: str = "", kind: str = "charts wide") -> str:
 
 
 def _results_section(results: StudyResults, colours: Colours) -> str:
-    blocks = [_heat_map(results)] if len(results.regimes) > 1 else []
-    for regime in results.regimes:
-        arms = results.in_regime(regime)
-        if regime:
-            blocks.append(f"<h3>{text(results.regimes[regime])}</h3>")
-        names = [
-            f"{swatch(colours.of_arm[arm.plain_name])}<span>{text(arm.label)}</span>"
-            for arm in arms
-        ]
-        blocks.append(_table(arm_columns(arms), names=names, kind="arms"))
-    return "\n".join([*blocks, f'<p class="hint">{text(_HINT)}</p>'])
+    tables = []
+    for regime, label in results.regimes.items():
+        rows = table_rows(results.in_regime(regime))
+        names = [f"{swatch(colours.number(row))}<span>{text(row.label)}</span>" for row in rows]
+        heading = f"<h3>{text(label)}</h3>" if label else ""
+        tables.append(heading + _table(arm_columns(rows), names=names, kind="arms"))
+    if any(run.run for run in results.runs):
+        tables.append(f'<p class="hint">{text(_HINT)}</p>')
+    inner = "\n".join(tables)
+    if len(results.regimes) < 2:
+        return inner
+    is_short = len(results.regimes) <= 2
+    return _heat_map(results) + (inner if is_short else _fold("Every arm in every regime", inner))
 
 
 def _heat_map(results: StudyResults) -> str:
@@ -183,11 +187,12 @@ def _heat_cell(results: StudyResults, contender: Contender | None, low: float, h
     mean = contender.mean(results.measure) if contender else None
     if contender is None:
         return f'<td class="none">{DASH}</td>'
-    runs = [run for member in contender.members for run in member.runs]
-    remarks = []
-    best = contender.mean(BEST_REWARD)
-    if best is not None:
-        remarks.append(f"best {plain(best)}")
+    runs = contender.runs
+    remarks = [
+        f"{measure.name.removesuffix(' reward')} {plain(value)}"
+        for measure in (FINAL_REWARD, BEST_REWARD)
+        if measure is not results.measure and (value := contender.mean(measure)) is not None
+    ]
     if collapsed := [run for run in runs if run.collapse_step is not None]:
         first = min(run.collapse_step or 0 for run in collapsed)
         remarks.append(f"{len(collapsed)} of {len(runs)} collapsed, first at {first}")

@@ -1,13 +1,13 @@
 """The charts of a study: one colour for an arm in all regimes, and bands over its seeds."""
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 
 from trustbatch.evaluation.page import PASS_AT_K_READING, k_axis
+from trustbatch.evaluation.scores import AVERAGE
 from trustbatch.observe.charts import Axis, Curve, Frame, linear_axis, smooth, step_axis
-from trustbatch.observe.report_charts import SMALL, ChartSpec, chart_figure
+from trustbatch.observe.report_charts import SMALL, ChartSpec, chart_figure, value_axis
 from trustbatch.studies.comparisons import Contender, contenders
 from trustbatch.studies.curves import (
     Points,
@@ -23,6 +23,7 @@ from trustbatch.studies.results import (
     ONE_MINUS_ESS,
     REWARD,
     ArmResult,
+    RunState,
     StudyResults,
     StudyRun,
 )
@@ -33,6 +34,10 @@ SUBJECT_COLOUR = 1
 BAND_READING = (
     "The line is the mean, a moving average over about a twentieth of the steps; the band is one "
     "standard deviation over seeds, and for a mean of several arms over these."
+)
+PASS_AT_K_OVER_SEEDS = (
+    "The chance that at least one of k samples is right; the band is one standard deviation over "
+    "seeds."
 )
 DISTRUST = ChartSpec(
     ONE_MINUS_ESS,
@@ -102,7 +107,7 @@ def reward_figures(results: StudyResults, colours: Colours) -> str:
             drawn.append((_title("Reward of every arm", label), "", each_arm))
     # all regimes on one scale: they differ in how hard the data is to learn from
     everything = [curve for _, _, curves in drawn for curve in curves]
-    x, y = _step_axis(everything), linear_axis(_values(everything))
+    x, y = _step_axis(everything), linear_axis(_within_data(results, everything))
     return "\n".join(
         chart_figure(replace(spec, title=title, reading=reading), curves, x, FRAME, y)
         for title, reading, curves in drawn
@@ -111,27 +116,28 @@ def reward_figures(results: StudyResults, colours: Colours) -> str:
 
 
 def trust_figures(results: StudyResults, colours: Colours) -> str:
-    """Return 1-ESS and the weight cap of every arm, by regime."""
+    """Return 1-ESS of every arm, by regime, and behind it the weight caps."""
     figures = []
-    for regime, label in results.regimes.items():
-        alone = [Contender.of(arm) for arm in results.in_regime(regime)]
-        for spec in (DISTRUST, CAPS):
-            if curves := curves_of(alone, colours, spec.key):
-                title = _title(spec.title, label)
-                x = _step_axis(curves)
-                figures.append(chart_figure(replace(spec, title=title), curves, x, SMALL))
+    for spec in (DISTRUST, CAPS):
+        drawn = {
+            label: curves_of(map(Contender.of, results.in_regime(regime)), colours, spec.key)
+            for regime, label in results.regimes.items()
+        }
+        everything = [curve for curves in drawn.values() for curve in curves]
+        x, y = _step_axis(everything), value_axis(spec, everything)
+        figures += [
+            chart_figure(replace(spec, title=_title(spec.title, label)), curves, x, SMALL, y)
+            for label, curves in drawn.items()
+            if curves
+        ]
     return "\n".join(figures)
 
 
 def pass_at_k_figures(results: StudyResults, colours: Colours) -> str:
     """Return a chart of pass@k for each benchmark and, first, for their average."""
-    tasks = dict.fromkeys(score.name for run in results.runs for score in reversed(run.scores))
-    reading = PASS_AT_K_READING
-    if len(results.seeds) > 1:
-        reading = (
-            "The chance that at least one of k samples is right; the band is one standard "
-            "deviation over seeds."
-        )
+    tasks = list(dict.fromkeys(score.name for run in results.runs for score in run.scores))
+    tasks.sort(key=lambda task: task != AVERAGE)
+    reading = PASS_AT_K_OVER_SEEDS if len(results.seeds) > 1 else PASS_AT_K_READING
     figures = []
     for regime, label in results.regimes.items():
         rivals = contenders(results.in_regime(regime))
@@ -148,7 +154,7 @@ def pass_at_k_figures(results: StudyResults, colours: Colours) -> str:
     return "\n".join(figures)
 
 
-def curves_of(rivals: Sequence[Contender], colours: Colours, key: str) -> list[Curve]:
+def curves_of(rivals: Iterable[Contender], colours: Colours, key: str) -> list[Curve]:
     """Return a smoothed curve with its band for every contender that recorded the metric."""
     found = []
     for each in rivals:
@@ -182,7 +188,7 @@ def _curve(
     low, high = range_curves(parts) if is_range else around(mean, deviation_curve(parts))
     return Curve(
         number,
-        _label(contender, sum(bool(curve) for runs in by_member for curve in runs)),
+        _label(contender),
         list(mean),
         list(mean.values()),
         low=[low.get(x, mean[x]) for x in mean] if low else (),
@@ -196,18 +202,18 @@ def _pass_at_k_curve(contender: Contender, number: int, task: str) -> Curve | No
         number,
         lambda run: {float(score.k): score.value for score in pass_at_k_scores(run, task)},
     )
-    runs = [run for member in contender.members for run in member.runs]
-    if curve is None or len(runs) > 1:
+    if curve is None or len(contender.runs) > 1:
         return curve
-    scores = pass_at_k_scores(runs[0], task)
+    scores = pass_at_k_scores(contender.runs[0], task)
     return replace(curve, low=[s.low for s in scores], high=[s.high for s in scores])
 
 
-def _label(contender: Contender, num_curves: int) -> str:
-    planned = sum(len(member.runs) for member in contender.members)
-    if num_curves == planned:
+def _label(contender: Contender) -> str:
+    runs = contender.runs
+    done = sum(run.state is RunState.FINISHED for run in runs)
+    if done == len(runs):
         return contender.label
-    return f"{contender.label} ({num_curves} of {planned} runs)"
+    return f"{contender.label} ({done} of {len(runs)} finished)"
 
 
 def _title(what: str, regime_label: str) -> str:
@@ -218,6 +224,9 @@ def _step_axis(curves: Iterable[Curve]) -> Axis:
     return step_axis([step for curve in curves for step in curve.steps])
 
 
-def _values(curves: Iterable[Curve]) -> list[float]:
+def _within_data(results: StudyResults, curves: Iterable[Curve]) -> list[float]:
+    """Return the values of curves and bands; where a band leaves all data, only as far as that."""
+    rewards = [reward for run in results.runs for reward in run.series(REWARD)[1]]
+    low, high = min(rewards, default=0.0), max(rewards, default=1.0)
     values = [v for curve in curves for v in (*curve.values, *curve.low, *curve.high)]
-    return [value for value in values if math.isfinite(value)]
+    return [min(max(value, low), high) for value in values]

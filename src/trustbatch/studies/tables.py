@@ -1,11 +1,13 @@
 """What the page and the summary of a study say of an arm, in cells."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trustbatch.observe.page_parts import DASH
-from trustbatch.studies.comparisons import PairedDifference, mean_interval
+from trustbatch.studies.comparisons import Contender, PairedDifference, mean_interval
+from trustbatch.studies.curves import pass_at_k_scores
 from trustbatch.studies.results import (
     BENCHMARKS,
     BEST_REWARD,
@@ -13,10 +15,10 @@ from trustbatch.studies.results import (
     FINAL_REWARD,
     HELD_OUT,
     PEAK_DISTRUST,
-    ArmResult,
     Measure,
     RunState,
     Spread,
+    StudyRun,
 )
 from trustbatch.studies.verdict import plain, signed, small
 
@@ -31,17 +33,17 @@ class Column:
     cells: Sequence[str]
 
 
-def arm_columns(arms: Sequence[ArmResult]) -> list[Column]:
-    """Return the numbers of some arms: only columns in which any of them has something."""
+def arm_columns(rows: Sequence[Contender]) -> list[Column]:
+    """Return the numbers of arms and families: only columns in which any of them has something."""
     columns = [
-        Column("Runs finished", [finished(arm) for arm in arms]),
-        Column("Final reward", [_written(arm.spread(FINAL_REWARD)) for arm in arms]),
-        Column("Best reward", [_written(arm.spread(BEST_REWARD)) for arm in arms]),
-        Column("Held-out reward (95% interval)", [held_out(arm) for arm in arms]),
-        *_benchmark_columns(arms),
-        Column("Collapse at step", [collapse(arm) for arm in arms]),
-        Column("Final 1-ESS", [_distrust(arm, FINAL_DISTRUST) for arm in arms]),
-        Column("Highest 1-ESS", [_distrust(arm, PEAK_DISTRUST) for arm in arms]),
+        Column("Runs finished", [finished(row.runs) for row in rows]),
+        Column("Final reward", [_written(row.spread(FINAL_REWARD)) for row in rows]),
+        Column("Best reward", [_written(row.spread(BEST_REWARD)) for row in rows]),
+        Column("Held-out reward (95% interval)", [held_out(row) for row in rows]),
+        *_benchmark_columns(rows),
+        Column("Collapse at step", [collapse(row) for row in rows]),
+        Column("Final 1-ESS", [_distrust(row, FINAL_DISTRUST) for row in rows]),
+        Column("Highest 1-ESS", [_distrust(row, PEAK_DISTRUST) for row in rows]),
     ]
     return [column for column in columns if any(cell != DASH for cell in column.cells)]
 
@@ -64,59 +66,56 @@ def difference_columns(
     return [column for column in columns if any(cell != DASH for cell in column.cells)]
 
 
-def finished(arm: ArmResult) -> str:
-    """Say how many seeds are done, and what became of the others."""
-    done = f"{len(arm.in_state(RunState.FINISHED))} of {len(arm.runs)}"
+def finished(runs: Sequence[StudyRun]) -> str:
+    """Say how many runs are done, and what became of the others."""
+    counts = Counter(run.state for run in runs)
     others = [
-        f"{len(found)} {state.value}"
+        f"{counts[state]} {state.value}"
         for state in (RunState.FAILED, RunState.UNFINISHED, RunState.MISSING)
-        if (found := arm.in_state(state))
+        if counts[state]
     ]
-    return ", ".join([done, *others])
+    return ", ".join([f"{counts[RunState.FINISHED]} of {len(runs)}", *others])
 
 
-def held_out(arm: ArmResult) -> str:
+def held_out(row: Contender) -> str:
     """Return the mean on held-out prompts, with an interval over seeds, or prompts of the one."""
-    values = list(arm.by_seed(HELD_OUT).values())
-    if not values:
+    if len(row.members) > 1:
+        return _written(row.spread(HELD_OUT))
+    found = [run.held_out for run in row.runs if run.held_out]
+    if not found:
         return DASH
-    if len(values) > 1:
-        value, low, high, _ = mean_interval(values)
-        return f"{plain(value)} ({plain(low)} to {plain(high)})"
-    (only,) = [run.held_out for run in arm.runs if run.held_out]
-    if not math.isfinite(only.low):
-        return plain(only.mean)
-    return f"{plain(only.mean)} ({plain(only.low)} to {plain(only.high)})"
+    if len(found) == 1:
+        return _with_interval(found[0].mean, found[0].low, found[0].high)
+    value, low, high, _ = mean_interval([each.mean for each in found])
+    return _with_interval(value, low, high)
 
 
-def collapse(arm: ArmResult) -> str:
-    """Return the steps at which seeds collapsed."""
-    steps = [str(run.collapse_step) for run in arm.collapsed]
+def collapse(row: Contender) -> str:
+    """Return the steps at which runs collapsed."""
+    steps = sorted(run.collapse_step for run in row.runs if run.collapse_step is not None)
     if not steps:
         return DASH
-    share = f" ({len(steps)} of {len(arm.runs)})" if len(arm.runs) > 1 else ""
-    return f"{', '.join(steps)}{share}"
+    share = f" ({len(steps)} of {len(row.runs)})" if len(row.runs) > 1 else ""
+    return f"{', '.join(map(str, dict.fromkeys(steps)))}{share}"
 
 
-def _benchmark_columns(arms: Sequence[ArmResult]) -> list[Column]:
-    runs = [run for arm in arms for run in arm.runs]
-    tasks = dict.fromkeys(score.name for run in runs for score in run.scores)
+def _benchmark_columns(rows: Sequence[Contender]) -> list[Column]:
+    tasks = dict.fromkeys(score.name for row in rows for run in row.runs for score in run.scores)
     return [
-        Column(f"{task}: {BENCHMARKS.name}", [_benchmark(arm, task) for arm in arms])
+        Column(f"{task}: {BENCHMARKS.name}", [_benchmark(row, task) for row in rows])
         for task in tasks
     ]
 
 
-def _benchmark(arm: ArmResult, task: str) -> str:
-    found = [
-        score
-        for run in arm.runs
-        for scores in run.scores
-        if scores.name == task and (score := scores.at(1))
-    ]
+def _benchmark(row: Contender, task: str) -> str:
+    found = [scores[0] for run in row.runs if (scores := pass_at_k_scores(run, task))]
     if len(found) == 1:
-        return f"{plain(found[0].value)} ({plain(found[0].low)} to {plain(found[0].high)})"
+        return _with_interval(found[0].value, found[0].low, found[0].high)
     return _written(Spread.of([score.value for score in found]))
+
+
+def _with_interval(value: float, low: float, high: float) -> str:
+    return f"{plain(value)} ({plain(low)} to {plain(high)})" if math.isfinite(low) else plain(value)
 
 
 def _written(spread: Spread | None) -> str:
@@ -127,8 +126,8 @@ def _written(spread: Spread | None) -> str:
     return f"{plain(spread.mean)} {PLUS_MINUS} {plain(spread.deviation)}"
 
 
-def _distrust(arm: ArmResult, measure: Measure) -> str:
-    spread = arm.spread(measure)
+def _distrust(row: Contender, measure: Measure) -> str:
+    spread = row.spread(measure)
     return small(spread.mean) if spread else DASH
 
 

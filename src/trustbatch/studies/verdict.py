@@ -26,7 +26,6 @@ from trustbatch.studies.results import (
     PEAK_DISTRUST,
     ArmResult,
     RunState,
-    Spread,
     StudyResults,
     StudyRun,
     read_study,
@@ -236,7 +235,7 @@ def _families(results: StudyResults, arms: Sequence[ArmResult]) -> list[str]:
     for each in contenders(arms):
         spreads = [(member.spread(results.measure), member.label) for member in each.members]
         means = [(spread.mean, label) for spread, label in spreads if spread is not None]
-        over = Spread.of([mean for mean, _ in means])
+        over = each.spread(results.measure)
         if len(each.members) < 2 or over is None or over.deviation is None:
             continue
         (low, worst), (high, best) = min(means), max(means)
