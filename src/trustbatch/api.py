@@ -3,7 +3,7 @@
 import dataclasses
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,24 +66,35 @@ def train(
     return train_config(parse_config(tree), own_task)
 
 
-def train_config(config: Config, task: Task | None = None) -> RunResult:
+def train_config(
+    config: Config,
+    task: Task | None = None,
+    *,
+    is_asked_to_stop: Callable[[], bool] | None = None,
+) -> RunResult:
     """Run, or continue, the training that a configuration describes.
 
-    Under torchrun every process calls this, and they train together.
+    Under torchrun every process calls this, and they train together. `is_asked_to_stop` is called
+    after each step of a run in this one process: when it says so, the run ends there with a
+    checkpoint, and another call goes on from it.
     """
     if config.cluster is not None:
         from trustbatch.cluster.driver import train_on_cluster
 
         return train_on_cluster(config, task, _train)
     with joined_ranks(config.model.device):
-        return _train(config, task)
+        return _train(config, task, is_asked_to_stop)
 
 
-def _train(config: Config, task: Task | None) -> RunResult:
+def _train(
+    config: Config, task: Task | None, is_asked_to_stop: Callable[[], bool] | None = None
+) -> RunResult:
     if task is None:
         task = configured_task(config)
     with memory_advice(config, task, "load"):
         session = open_session(config, task)
+    if is_asked_to_stop is not None:
+        session.is_asked_to_stop = is_asked_to_stop
     # one of the ranks speaks for all
     stream = sys.stderr if this_rank() == 0 else io.StringIO()
     if isinstance(session.task, FilteredTask):
@@ -115,7 +126,7 @@ def _train(config: Config, task: Task | None) -> RunResult:
         session.run.close()
     return RunResult(
         folder=session.run.path,
-        checkpoint=session.run.checkpoints / f"step-{config.training.steps}",
+        checkpoint=session.run.checkpoints / f"step-{session.loop.step}",
         metrics=read_metrics(session.run.path),
     )
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from trustbatch import __version__
 from trustbatch.errors import ConfigError, TrustbatchError
+from trustbatch.studies.command import add_study_arguments
 
 SECONDS_FOR_RANK_ZERO = 20.0
 
@@ -59,6 +60,10 @@ def _run(arguments: list[str]) -> int:
         return _eval(options, overrides)
     if options.command == "compare":
         return _compare(options.evaluations, options.k, options.output)
+    if options.command == "study":
+        from trustbatch.studies.command import study_command
+
+        return study_command(options, arguments)
     return _quickstart(Path(options.folder), steps=options.steps, seed=options.seed)
 
 
@@ -141,6 +146,12 @@ def _parser() -> argparse.ArgumentParser:
     comparison.add_argument("evaluations", nargs=2, help="folders that eval made, e.g. evals/a")
     comparison.add_argument("--k", type=_at_least_one, default=1, help="of pass@k, default 1")
     comparison.add_argument("--output", help="folder for comparison.json, .md and the plot")
+    study = commands.add_parser(
+        "study",
+        help="compare objectives as the paper does, at three scales",
+        epilog="The same command goes on where it was stopped. Status 1: some run has failed.",
+    )
+    add_study_arguments(study)
     quickstart = commands.add_parser(
         "quickstart", help="a few minutes on a CPU: tiny model, P3O beside GRPO, report"
     )

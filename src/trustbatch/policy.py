@@ -22,6 +22,7 @@ from trustbatch.adapters import Adapters
 from trustbatch.config import LoraConfig
 from trustbatch.errors import ConfigError
 from trustbatch.gguf import find_gguf, load_gguf, read_gguf_config
+from trustbatch.known_models import known_config
 from trustbatch.packing.attention import no_mask
 from trustbatch.packing.layout import PackedLayout
 from trustbatch.packing.probe import enable_packing, has_plain_head
@@ -362,16 +363,18 @@ def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int
 
 
 def empty_model(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return a model without any weight: its parameters have shapes only."""
+    """Return a model without any weight: its parameters have shapes only.
+
+    The hub is not asked for models whose shape is known here.
+    """
     file = find_gguf(name)
     if file is None:
         _refuse_wrong_folder(name)
     try:
-        config = (
-            AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-            if file is None
-            else read_gguf_config(file)
-        )
+        if file is not None:
+            config = read_gguf_config(file)
+        elif (config := known_config(name)) is None:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         return without_weights(config, trust_remote_code=trust_remote_code)
     except ConfigError:
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,8 @@ class Session:
     """reward workers, likewise"""
     canary_notes: CanaryNotes | None = None
     """what those engines are checked against"""
+    is_asked_to_stop: Callable[[], bool] = lambda: False
+    """asked after each step: whether the run shall end there, with a checkpoint to go on from"""
 
     @property
     def sampling(self) -> SamplingParams:

@@ -131,11 +131,23 @@ def _fitted(models: Sequence[str], evaluation: Evaluation, loader: _Loader) -> E
 
 
 def _evaluate(model: str, name: str, evaluation: Evaluation, loader: _Loader) -> EvaluatedModel:
+    tasks = "+".join(task.name for task in evaluation.suite)
+    return _evaluate_in(evaluation.output / f"{name}-{tasks}", model, name, evaluation, loader)
+
+
+def evaluate_into(path: Path, *, model: str, name: str, evaluation: Evaluation) -> EvaluatedModel:
+    """Evaluate one model, called `name`, into a folder of one's choice."""
+    loader = _Loader()
+    return _evaluate_in(path, model, name, _fitted([model], evaluation, loader), loader)
+
+
+def _evaluate_in(
+    path: Path, model: str, name: str, evaluation: Evaluation, loader: _Loader
+) -> EvaluatedModel:
     config = _engine_config(model, evaluation)
     policy = loader.load(config)
-    tasks = "+".join(task.name for task in evaluation.suite)
     folder = EvaluationFolder(
-        evaluation.output / f"{name}-{tasks}",
+        path,
         model=name,
         settings=recorded_settings(
             evaluation.sampling,

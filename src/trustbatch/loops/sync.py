@@ -10,7 +10,8 @@ from trustbatch.session import Session
 
 
 def train_sync(session: Session, progress: Progress) -> dict[str, float]:
-    """Train until the configured number of steps is done; returns the last step's metrics.
+    """Train until the configured number of steps is done, or until the session is asked to stop;
+    returns the last step's metrics.
 
     With `rollout.lag` = L, the batch trained at version v was drawn by version v - L (by version 0
     in the first L steps): batches wait in `loop.pending`, as they would between two machines
@@ -34,10 +35,15 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
         )
         metrics |= session.evaluation.after_step(loop.step)
         write_down(session, groups, advantages, metrics)
-        if is_checkpoint_due(session):
+        is_asked_to_stop = loop.step < config.training.steps and session.is_asked_to_stop()
+        if is_checkpoint_due(session) or is_asked_to_stop:
             session.checkpointer.save(loop)
         session.checkpointer.raise_failure()
         status.trained(loop.step, metrics, num_tokens=loop.num_tokens)
         progress.update(loop.step, metrics)
+        if is_asked_to_stop:
+            session.checkpointer.finish()
+            session.run.status.close("stopped")
+            break
     session.checkpointer.finish()
     return metrics

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from trustbatch.objectives.base import Objective, Totals, require, require_choice
@@ -16,7 +17,7 @@ from trustbatch.objectives.estimators import (
 from trustbatch.objectives.metrics import Mean, Metrics
 from trustbatch.objectives.token_batch import TokenBatch
 
-KL_CHOICES = ("importance", "k3", "top_k")
+KL_CHOICES = ("importance", "k3", "top_k", "none")
 ESS_SCOPES = ("step", "micro_batch")
 
 
@@ -83,6 +84,8 @@ class P3O(Objective):
         self, tokens: TokenBatch, anchor_logp: Tensor, anchor_top_logp: Tensor | None
     ) -> Tensor:
         """Measure KL(pi || anchor) at each token, [T], in the way that `kl` names."""
+        if self.kl == "none":
+            return torch.zeros_like(tokens.logp)
         if self.kl == "top_k":
             top_logp = require(tokens.top_logp, "top_logp", 'kl="top_k"')
             anchor = require(anchor_top_logp, "behaviour_top_logp", 'kl="top_k"')

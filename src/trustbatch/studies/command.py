@@ -1,0 +1,236 @@
+"""`trustbatch study`: from the words of the command line to a finished study."""
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trustbatch.errors import ConfigError, did_you_mean
+from trustbatch.studies.definitions import DEFINITIONS
+from trustbatch.studies.scales.scale import Scale, set_key
+from trustbatch.studies.study import Arm, Study
+
+SCALES = ("cpu", "gpu", "paper")
+BENCHMARKS = "benchmarks"
+DEFAULT_FOLDER = Path("runs/studies")
+
+
+def add_study_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the words of the command."""
+    parser.add_argument("name", nargs="?", help="which one; --list shows them")
+    parser.add_argument("--list", action="store_true", help="show all studies")
+    parser.add_argument("--scale", choices=SCALES, default="cpu", help="default cpu")
+    parser.add_argument("--seeds", help="0,1,2 are these three, 5 is the first five")
+    parser.add_argument("--arms", help="some of the arms: p3o,grpo-0.2")
+    parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--model", help="folder or name of the model that is trained")
+    parser.add_argument("--second-model", help="the one that draws a share, where a study mixes")
+    parser.add_argument("--task", choices=("gsm8k", "deepscaler"), help="of the gpu scale")
+    parser.add_argument("--data", help="folder with NAME.jsonl.gz of each named task")
+    parser.add_argument("--out", help="folder of the study; runs/studies/NAME-SCALE unless given")
+    parser.add_argument("--models", help="folder for tiny models; models beside --out unless given")
+    parser.add_argument("--from", dest="source", help="study whose checkpoints are evaluated")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time, default 1")
+    parser.add_argument("--minutes", type=float, help="stop before; the same command goes on")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a key for all arms"
+    )
+    parser.add_argument("--no-eval", action="store_true", help="no held-out reward after training")
+    parser.add_argument("--dry-run", action="store_true", help="show arms and plan; run nothing")
+    parser.add_argument("--page-only", action="store_true", help="write the page of what is there")
+    parser.add_argument("--retry-failed", action="store_true", help="try failed runs once more")
+
+
+def study_command(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Do what `trustbatch study` was asked; returns the exit status."""
+    console = Console(soft_wrap=True, highlight=False)
+    if options.list:
+        _show_studies(console)
+        return 0
+    known = [*DEFINITIONS, BENCHMARKS]
+    if options.name not in known:
+        wrong = "" if options.name is None else f" {options.name!r}"
+        hint = did_you_mean(options.name or "", known)
+        raise ConfigError(f"There is no study{wrong}{hint}: choose one of {', '.join(known)}.")
+    out = Path(options.out or DEFAULT_FOLDER / f"{options.name}-{options.scale}")
+    if options.page_only:
+        return _write_page(console, out)
+    models = Path(options.models or out.parent / "models")
+    scale = _scale(options)
+    if options.name == BENCHMARKS:
+        from trustbatch.studies.definitions.benchmarks import benchmark_jobs, benchmarks
+
+        if options.source is None:
+            raise ConfigError(
+                "The study benchmarks needs --from, the folder of a study that has trained."
+            )
+        study = _chosen(benchmarks(scale, Path(options.source)), options)
+    else:
+        study = _chosen(DEFINITIONS[options.name](scale), options)
+    if options.dry_run:
+        from trustbatch.studies.dry_run import show_plan
+
+        show_plan(console, study, scale, out=out, models=models)
+        return 0
+    if options.name == BENCHMARKS:
+        jobs = benchmark_jobs(
+            study, scale, source=Path(options.source), out=out, models=models, data=options.data
+        )
+    else:
+        from trustbatch.studies.planned_jobs import training_jobs
+
+        held_out = None if options.no_eval else scale.held_out
+        jobs = training_jobs(study, out=out, models=models, held_out=held_out)
+    return _run(console, study, scale, jobs, options, out=out, words=words)
+
+
+def _run(
+    console: Console,
+    study: Study,
+    scale: Scale,
+    jobs: list[Any],
+    options: argparse.Namespace,
+    *,
+    out: Path,
+    words: Sequence[str],
+) -> int:
+    from trustbatch.observe.run_folder import describe_environment
+    from trustbatch.studies.folder import StudyFolder
+    from trustbatch.studies.runner import Pace, run_jobs
+
+    pace = Pace(
+        parallel=options.parallel,
+        seconds=None if options.minutes is None else 60 * options.minutes,
+        least_seconds=scale.least_seconds,
+        threads=scale.threads,
+    )
+    folder = StudyFolder(out)
+    lock = folder.lock()
+    about = {
+        "command": shlex.join(["trustbatch", *words]),
+        "environment": describe_environment(),
+        "held_out": None if options.no_eval else _described(scale.held_out),
+    }
+    try:
+        folder.write(study, about=about, state="running")
+        tally = run_jobs(
+            jobs, pace=pace, logs=out / "logs", lock=lock, retry_failed=options.retry_failed
+        )
+        folder.write(study, about=about, state="finished" if tally.is_over else "unfinished")
+    finally:
+        folder.unlock()
+    console.print(f"{tally.done} of {tally.total} done.", markup=False)
+    for name in tally.failed:
+        console.print(f"Failed  {name}: --retry-failed tries it once more.", markup=False)
+    if tally.left:
+        shown = ", ".join(tally.left[:5]) + (", ..." if len(tally.left) > 5 else "")
+        console.print(f"{len(tally.left)} left ({shown}): the same command goes on.", markup=False)
+    status = _write_page(console, out)
+    if tally.was_interrupted:
+        return 130
+    return 1 if tally.failed else status
+
+
+def _write_page(console: Console, out: Path) -> int:
+    from trustbatch.studies.page import write_csv, write_study_page
+    from trustbatch.studies.verdict import verdict
+
+    page = write_study_page(out)
+    tables = write_csv(out)
+    console.print(verdict(out), markup=False)
+    console.print(f"Page    {page}", markup=False)
+    for table in tables:
+        console.print(f"Curves  {table}", markup=False)
+    return 0
+
+
+def _described(held_out: Any) -> dict[str, Any] | None:
+    from dataclasses import asdict
+
+    return None if held_out is None else asdict(held_out)
+
+
+def _show_studies(console: Console) -> None:
+    from trustbatch.studies.definitions.benchmarks import benchmarks
+
+    table = Table(box=None, show_header=False)
+    for name, definition in {**DEFINITIONS, BENCHMARKS: benchmarks}.items():
+        table.add_row(name, (definition.__doc__ or "").splitlines()[0])
+    console.print(table)
+
+
+def _scale(options: argparse.Namespace) -> Scale:
+    """Build the scale with what the command line changes for all arms."""
+    if options.scale == "cpu":
+        from trustbatch.studies.scales.cpu import cpu_scale
+
+        if options.task is not None:
+            raise ConfigError("--task is for the gpu scale: remove it.")
+        scale = cpu_scale()
+    elif options.scale == "gpu":
+        from trustbatch.studies.scales.gpu import gpu_scale
+
+        scale = gpu_scale(task=options.task or "gsm8k", data=options.data)
+    else:
+        from trustbatch.studies.scales.paper import paper_scale
+
+        if options.task is not None:
+            raise ConfigError("--task is for the gpu scale: remove it.")
+        scale = paper_scale(data=options.data)
+    if options.second_model is not None:
+        scale = replace(scale, other_model=options.second_model)
+    return scale
+
+
+def _chosen(study: Study, options: argparse.Namespace) -> Study:
+    """Apply --seeds, --arms, --steps, --model and --set."""
+    base = json.loads(json.dumps(dict(study.base)))
+    if options.steps is not None:
+        set_key(base, "training.steps", options.steps)
+    if options.model is not None:
+        set_key(base, "model.name", options.model)
+    for word in options.set:
+        _apply(base, word, study)
+    seeds = study.seeds if options.seeds is None else _seeds(options.seeds)
+    arms = study.arms if options.arms is None else _arms(options.arms, study)
+    return replace(study, base=base, seeds=seeds, arms=arms)
+
+
+def _apply(base: dict[str, Any], word: str, study: Study) -> None:
+    from trustbatch.config import apply_override
+
+    key = word.partition("=")[0]
+    for arm in study.arms:
+        for compared in arm.changes:
+            if compared == key or compared.startswith(f"{key}.") or key.startswith(f"{compared}."):
+                raise ConfigError(
+                    f"--set {word}: {compared} is what the study compares: change another key."
+                )
+    apply_override(base, f"--{word}")
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or parts == ["0"]:
+        raise ConfigError(f"--seeds {text}: give a number such as 5, or a list such as 0,1,2.")
+    if len(parts) == 1:
+        return tuple(range(int(parts[0])))
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _arms(text: str, study: Study) -> tuple[Arm, ...]:
+    wanted = [part.strip() for part in text.split(",")]
+    names = [arm.name for arm in study.arms]
+    for name in wanted:
+        if name not in names:
+            raise ConfigError(
+                f"{study.name} has no arm {name!r}{did_you_mean(name, names)}: its arms are "
+                f"{', '.join(names)}."
+            )
+    return tuple(arm for arm in study.arms if arm.name in wanted)

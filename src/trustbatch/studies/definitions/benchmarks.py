@@ -1,0 +1,77 @@
+"""How do trained policies do on problems that nobody trained on?"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from trustbatch.config import parse_config
+from trustbatch.errors import ConfigError
+from trustbatch.studies.folder import STUDY_FILE, StudyFolder, arm_of
+from trustbatch.studies.job import Job
+from trustbatch.studies.planned_jobs import model_jobs
+from trustbatch.studies.resolve import RUNS, run_name, run_tree
+from trustbatch.studies.scales.scale import Scale
+from trustbatch.studies.study import Arm, Study
+from trustbatch.studies.tiny_models import tiny_models_in
+
+BASE_MODEL = "base"
+EVALUATIONS = "evaluations"
+
+
+def benchmarks(scale: Scale, source: Path) -> Study:
+    """The checkpoints of another study and the model they came from, on held-out benchmarks."""
+    before = StudyFolder(source).read()
+    if before is None:
+        raise ConfigError(f"{source} has no {STUDY_FILE}: name the folder of a study with --from.")
+    if before["scale"] != scale.name:
+        raise ConfigError(
+            f"{source} has a study of the {before['scale']} scale: set --scale {before['scale']}."
+        )
+    base = Arm(name=BASE_MODEL, label="Base model", changes={})
+    return Study(
+        name="benchmarks",
+        scale=scale.name,
+        title=f"Benchmarks of {before['title'].lower()}",
+        question="Does what was learned hold on problems that nobody trained on?",
+        base=before["base"],
+        arms=(base, *(arm_of(tree) for tree in before["arms"])),
+        seeds=tuple(before["seeds"]),
+        subject=before["subject"],
+        paper_columns={
+            "baseline_4k": BASE_MODEL,
+            **{key: arm for key, arm in before["paper_columns"].items() if key != "grpo_std"},
+        },
+    )
+
+
+def benchmark_jobs(
+    study: Study, scale: Scale, *, source: Path, out: Path, models: Path, data: str | None
+) -> list[Job]:
+    """Return an evaluation of the base model and of every finished run, seed by seed."""
+    jobs = []
+    for seed in study.seeds:
+        for arm in study.arms:
+            tree = run_tree(study, arm, seed, out=source, models=models)
+            steps = parse_config(tree).training.steps
+            name = run_name(arm.name, seed)
+            checkpoint = source / RUNS / name / "checkpoints" / f"step-{steps}"
+            is_base = arm.name == BASE_MODEL
+            jobs.append(
+                Job(
+                    kind="benchmark",
+                    name=name,
+                    folder=str(out / EVALUATIONS / name),
+                    details={
+                        "model": tree["model"]["name"] if is_base else str(checkpoint),
+                        "tables": {
+                            key: value for key, value in tree["model"].items() if key != "name"
+                        },
+                        "label": name,
+                        "suite": json.loads(json.dumps(asdict(scale.suite))),
+                        "data": data,
+                        "seed": seed,
+                    },
+                    needs=tuple(str(path) for path in tiny_models_in(tree["model"]) if is_base),
+                )
+            )
+    return [*model_jobs(jobs), *jobs]

@@ -1,0 +1,56 @@
+"""What a study would run: its arms, what they change, and the memory of the first."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trustbatch.config import parse_config
+from trustbatch.plan import describe_plan
+from trustbatch.plan.hardware import find_hardware
+from trustbatch.plan.memory import GIB
+from trustbatch.studies.definitions.benchmarks import BASE_MODEL
+from trustbatch.studies.resolve import run_tree
+from trustbatch.studies.scales.scale import Scale
+from trustbatch.studies.study import Study
+from trustbatch.studies.tiny_models import tiny_models_in
+
+
+def show_plan(console: Console, study: Study, scale: Scale, *, out: Path, models: Path) -> None:
+    """Check every configuration and print what differs; loads no weights and needs no GPU."""
+    table = Table(title=f"{study.title}, {study.scale} scale: {study.question}")
+    for heading in ("arm", "regime", "changes"):
+        table.add_column(heading, overflow="fold")
+    seed = study.seeds[0]
+    trees = [run_tree(study, arm, seed, out=out, models=models) for arm in study.arms]
+    for arm, tree in zip(study.arms, trees, strict=True):
+        parse_config(tree)
+        changes = ", ".join(f"{key} = {_shown(value)}" for key, value in arm.changes.items())
+        table.add_row(arm.name, arm.regime, changes)
+    console.print(table)
+    seeds = ", ".join(map(str, study.seeds))
+    num_runs = len(study.arms) * len(study.seeds)
+    what = "evaluations" if study.arms[0].name == BASE_MODEL else "runs"
+    console.print(f"{len(study.arms)} arms x seeds {seeds} = {num_runs} {what} in {out}")
+    config = parse_config(trees[0])
+    console.print(f"\nThe first arm, {study.arms[0].name}:\n", markup=False)
+    console.print(config.to_toml(), markup=False)
+    missing = [path for path in tiny_models_in(trees[0]) if not path.is_dir()]
+    if missing:
+        names = ", ".join(map(str, missing))
+        console.print(f"model       {names}: made at the start, 0.3M parameters", markup=False)
+        return
+    memory = scale.gpu_memory_gib * GIB if scale.gpu_memory_gib else None
+    trainers = config.cluster.trainers if config.cluster is not None else None
+    hardware = find_hardware(config, num_gpus=trainers, gpu_memory=memory)
+    console.print(describe_plan(config, hardware=hardware), markup=False)
+    if config.cluster is not None:
+        console.print(
+            f"cluster     {config.cluster.trainers} GPUs train, {config.cluster.engines} draw",
+            markup=False,
+        )
+
+
+def _shown(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)

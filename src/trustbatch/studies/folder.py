@@ -1,0 +1,154 @@
+"""The folder of a study: study.json, one run folder for each arm and seed, and who may write.
+
+study.json                        what is compared, and how far it is
+runs/ARM--seed-N/                 an ordinary run folder
+runs/ARM--seed-N/evaluation.json  reward on held-out prompts
+runs/ARM--seed-N/failure.json     why it failed, where it did
+logs/worker-N.log                 what the processes that train have said
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from trustbatch.errors import ConfigError
+from trustbatch.observe.folder_files import lock_folder, write_whole
+from trustbatch.studies.study import Arm, Study
+
+STUDY_FILE = "study.json"
+FAILURE_FILE = "failure.json"
+EVALUATION_FILE = "evaluation.json"
+SECONDS_FOR_ORPHANS = 10.0
+"""workers of a killed study end by themselves, and hold its lock until then"""
+
+
+class StudyFolder:
+    """Where a study's results go; one process at a time runs it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: TextIO | None = None
+
+    def lock(self) -> int:
+        """Keep other processes out, and return the file descriptor that does."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + SECONDS_FOR_ORPHANS
+        while self._lock is None:
+            try:
+                self._lock = lock_folder(
+                    self.path,
+                    in_use=f"Another process runs the study in {self.path}: wait for it, or choose "
+                    "another --out.",
+                )
+            except ConfigError:
+                if time.monotonic() > deadline or self._owner_lives():
+                    raise
+                time.sleep(0.1)
+        write_whole(self.path / ".owner", str(os.getpid()))
+        return self._lock.fileno()
+
+    def unlock(self) -> None:
+        """Let others in."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write(self, study: Study, *, about: Mapping[str, Any], state: str) -> None:
+        """Write study.json: the arms and seeds of this start, and those of earlier ones."""
+        before = self.read()
+        arms = {arm.name: arm for arm in study.arms}
+        seeds = set(study.seeds)
+        if before is not None:
+            self._refuse_other(study, before)
+            seeds |= set(before["seeds"])
+            for tree in before["arms"]:
+                arms.setdefault(tree["name"], arm_of(tree))
+        write_whole(
+            self.path / STUDY_FILE,
+            json.dumps(
+                {
+                    "name": study.name,
+                    "scale": study.scale,
+                    "title": study.title,
+                    "question": study.question,
+                    "subject": study.subject,
+                    "paper_columns": dict(study.paper_columns),
+                    "seeds": sorted(seeds),
+                    "base": dict(study.base),
+                    "arms": [_tree_of(arm) for arm in arms.values()],
+                    "state": state,
+                    **about,
+                },
+                indent=2,
+            )
+            + "\n",
+        )
+
+    def read(self) -> dict[str, Any] | None:
+        """Return what study.json holds, where there is one."""
+        file = self.path / STUDY_FILE
+        if not file.is_file():
+            return None
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(
+                f"{file} is not JSON ({error}): delete it, and it is written again."
+            ) from error
+
+    def _owner_lives(self) -> bool:
+        """Whether the process that took the lock last is still there."""
+        try:
+            owner = int((self.path / ".owner").read_text())
+            os.kill(owner, 0)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _refuse_other(self, study: Study, before: Mapping[str, Any]) -> None:
+        """One folder holds one study: what its runs share must not change between two starts."""
+        now = json.loads(json.dumps({"name": study.name, "base": dict(study.base)}))
+        arms = {tree["name"]: tree["changes"] for tree in before["arms"]}
+        now |= {arm.name: json.loads(json.dumps(dict(arm.changes))) for arm in study.arms}
+        then = {"name": before["name"], "base": before["base"], **arms}
+        for key, value in now.items():
+            if key in then and then[key] != value:
+                raise ConfigError(
+                    f"{self.path} holds a study with another {_what(key)}: choose another --out, "
+                    "or delete that folder."
+                )
+
+
+def _what(key: str) -> str:
+    return {"name": "name", "base": "configuration"}.get(key, f"arm called {key!r}")
+
+
+def _tree_of(arm: Arm) -> dict[str, Any]:
+    return {
+        "name": arm.name,
+        "label": arm.label,
+        "regime": arm.regime,
+        "family": arm.family,
+        "changes": dict(arm.changes),
+    }
+
+
+def arm_of(tree: Mapping[str, Any]) -> Arm:
+    """Read an arm off study.json."""
+    return Arm(
+        name=tree["name"],
+        label=tree["label"],
+        regime=tree["regime"],
+        family=tree["family"],
+        changes=tree["changes"],
+    )
+
+
+def write_failure(folder: Path, error: str, traceback: str) -> None:
+    """Say in a run's folder why there is no result."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"error": error, "traceback": traceback}
+    write_whole(folder / FAILURE_FILE, json.dumps(record, indent=2) + "\n")

@@ -1,0 +1,44 @@
+"""The scale of a laptop: the quickstart's tiny model on two-digit sums, ten seconds a run."""
+
+from trustbatch.quickstart import EVALUATION_SEED, MAX_TOKENS
+from trustbatch.studies.scales.scale import HeldOutTask, Scale, Suite
+from trustbatch.studies.tiny_models import NEXT_TINY_MODEL, TINY_MODEL
+
+STEPS = 40
+LEVELS = (1, 2, 3, 4, 5)
+
+
+def cpu_scale() -> Scale:
+    """Return it: every seed has a warm start of its own, as in the quickstart."""
+    return Scale(
+        name="cpu",
+        base={
+            "model": {"name": TINY_MODEL, "device": "cpu"},
+            "task": {"name": "arithmetic", "level": 2},
+            "rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_tokens": MAX_TOKENS},
+            # several optimiser steps a batch, as in the paper: with one, every ratio of fresh
+            # rollouts is 1 and all objectives are the same
+            "training": {"steps": STEPS, "mini_batches": 4, "learning_rate": 3e-4},
+            "run": {"checkpoint_every": STEPS, "keep_checkpoints": 1, "rollouts_every": STEPS},
+        },
+        families={"async": {"training.mini_batches": 1}},
+        seeds=(0, 1, 2, 3, 4),
+        other_model=NEXT_TINY_MODEL,
+        held_out=HeldOutTask(
+            task={"name": "arithmetic", "seed": EVALUATION_SEED, "level": 2},
+            num_prompts=512,
+            num_samples=4,
+            max_tokens=MAX_TOKENS,
+        ),
+        suite=Suite(
+            tasks=[
+                {"name": "arithmetic", "label": f"arithmetic-{level}", "level": level}
+                for level in LEVELS
+            ],
+            num_endless=64,
+            max_tokens=MAX_TOKENS,
+        ),
+        # sums depend on the number of threads in their last bits
+        threads=1,
+        least_seconds=2.0,
+    )

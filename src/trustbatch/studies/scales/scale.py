@@ -1,0 +1,75 @@
+"""The configuration that the arms of a study share, at one size."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+LagKey = Literal["rollout.lag", "cluster.max_lag"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutTask:
+    """Problems that a trained policy is asked, at temperature 1, and that no run trains on."""
+
+    task: Mapping[str, Any]
+    """name, seed and options of the task"""
+    num_prompts: int
+    num_samples: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """The benchmarks that trained policies are compared on."""
+
+    tasks: Sequence[Mapping[str, Any]]
+    """name and options of each; a label where the name would not tell them apart"""
+    num_endless: int = 256
+    """problems of a task without an end"""
+    samples: int = 16
+    temperature: float = 1.0
+    top_p: float = 0.95
+    max_tokens: int
+    engine: str = "native"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """One size at which every study can be run."""
+
+    name: str
+    base: Mapping[str, Any]
+    """tables of the configuration, as in TOML"""
+    families: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """what some kinds of runs change in the base, by dotted key; the paper's tables do"""
+    seeds: tuple[int, ...]
+    other_model: str
+    """draws a share of the rollouts where they are mixed"""
+    lag_key: LagKey = "rollout.lag"
+    held_out: HeldOutTask | None = None
+    """nothing is evaluated after training where there is none"""
+    suite: Suite
+    threads: int | None = None
+    """of each process that trains; what is there unless told"""
+    least_seconds: float = 0.0
+    """time left below which no run is started"""
+    gpus: int = 0
+    """that a plan counts on; those of this machine unless told"""
+    gpu_memory_gib: float = 0.0
+
+    def base_of(self, family: str) -> dict[str, Any]:
+        """Return the configuration of a kind of runs."""
+        tree = copy.deepcopy(dict(self.base))
+        for key, value in self.families.get(family, {}).items():
+            set_key(tree, key, value)
+        return tree
+
+
+def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set one dotted key, e.g. "rollout.temperature"."""
+    *tables, last = key.split(".")
+    node = tree
+    for table in tables:
+        node = node.setdefault(table, {})
+    node[last] = copy.deepcopy(value)

@@ -1,0 +1,69 @@
+"""The tiny models of the smallest scale: one warm start a seed, made once for all studies."""
+
+import fcntl
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trustbatch.errors import CheckpointError
+
+TINY_MODEL = "tiny-model-{seed}"
+NEXT_TINY_MODEL = "tiny-model-{seed+1}"
+_NAME = re.compile(r"tiny-model-(\d+)$")
+WAIT_SECONDS = 600.0
+
+
+def placed(value: Any, *, seed: int, folder: Path) -> Any:
+    """Return a tree in which the names of tiny models have become paths of those of a seed."""
+    if isinstance(value, dict):
+        return {key: placed(each, seed=seed, folder=folder) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [placed(each, seed=seed, folder=folder) for each in value]
+    if value == TINY_MODEL:
+        return str(tiny_model(folder, seed))
+    if value == NEXT_TINY_MODEL:
+        return str(tiny_model(folder, seed + 1))
+    return value
+
+
+def tiny_model(folder: Path, seed: int) -> Path:
+    """Return where the model of a seed is, or will be."""
+    return folder / f"tiny-model-{seed}"
+
+
+def tiny_models_in(tree: Any) -> list[Path]:
+    """Return the tiny models that a placed tree names."""
+    if isinstance(tree, dict):
+        return [path for value in tree.values() for path in tiny_models_in(value)]
+    if isinstance(tree, list):
+        return [path for value in tree for path in tiny_models_in(value)]
+    is_tiny = isinstance(tree, str) and _NAME.search(tree) is not None
+    return [Path(tree)] if is_tiny else []
+
+
+def make_tiny_model(path: Path, *, say: Callable[[str], None]) -> None:
+    """Warm-start a model unless it is there; waits for another process that is making it."""
+    from trustbatch.tiny import warm_start
+
+    found = _NAME.search(path.name)
+    assert found is not None, "tiny_models_in found it"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{path.name}.lock").open("w") as lock:
+        _wait_for(lock.fileno(), path)
+        if not path.is_dir():
+            warm_start(path, seed=int(found.group(1)), progress=say)
+
+
+def _wait_for(lock: int, path: Path) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.2)
+    raise CheckpointError(
+        f"Another process has been making {path} for {WAIT_SECONDS:.0f} s: end it, and start again."
+    )
