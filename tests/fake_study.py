@@ -15,6 +15,7 @@ from trustbatch.config import parse_config
 from trustbatch.evaluation.outcomes import ProblemOutcome
 from trustbatch.evaluation.results import EvaluationResults
 from trustbatch.observe.run_folder import RunFolder
+from trustbatch.studies.folder import StudyFolder
 from trustbatch.studies.study import Arm, Study
 
 BASE: dict[str, Any] = {"model": {"name": "tiny"}, "task": {"name": "arithmetic"}}
@@ -27,30 +28,9 @@ def make_study(*arms: Arm, seeds: Sequence[int] = (0,), **more: Any) -> Study:
 
 
 def write_study(folder: Path, study: Study) -> Path:
+    about = {"command": COMMAND, "environment": {"commit": "abc"}, "held_out": None}
     folder.mkdir(parents=True, exist_ok=True)
-    tree = {
-        "name": study.name,
-        "scale": study.scale,
-        "title": study.title,
-        "question": study.question,
-        "subject": study.subject,
-        "paper_columns": dict(study.paper_columns),
-        "seeds": list(study.seeds),
-        "base": dict(study.base),
-        "arms": [
-            {
-                "name": arm.name,
-                "label": arm.label,
-                "regime": arm.regime,
-                "family": arm.family,
-                "changes": dict(arm.changes),
-            }
-            for arm in study.arms
-        ],
-        "command": COMMAND,
-        "environment": {"commit": "abc"},
-    }
-    (folder / "study.json").write_text(json.dumps(tree), encoding="utf-8")
+    StudyFolder(folder).write(study, about=about, state="finished")
     return folder
 
 

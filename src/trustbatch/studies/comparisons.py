@@ -49,7 +49,7 @@ class Contender:
     @property
     def regime(self) -> str:
         """The regime of all members."""
-        return self.members[0].arm.regime
+        return self.members[0].regime
 
     @property
     def regime_label(self) -> str:
@@ -224,7 +224,7 @@ def _by_problem(results: StudyResults, arms: Sequence[ArmResult]) -> list[Paired
     if len(results.seeds) > 1:
         return []
     alone = [Contender.of(arm) for arm in arms if arm.runs[0].evaluation is not None]
-    subject = results.subject_in(arms[0].arm.regime)
+    subject = results.subject_in(arms[0].regime)
     return [_over_problems(first, second) for first, second in _pairings(alone, subject)]
 
 

@@ -295,13 +295,13 @@ def _origin(results: StudyResults, arm: ArmResult) -> str:
         Column("Commit", [_commit(run) for run in arm.runs]),
         Column("Hardware", [hardware(run.environment) for run in arm.runs]),
         Column("Started", [str(run.environment.get("started", DASH)) for run in arm.runs]),
-        Column("Folder", [f"runs/{run.name}" for run in arm.runs]),
+        Column("Folder", [run.folder for run in arm.runs]),
     ]
     words = tuple(column.heading for column in columns)
-    known = next((run for run in arm.runs if run.config_text), None)
+    known = next((run for run in arm.runs if run.run), None)
     full = ""
-    if known is not None:
-        block = settings_block(known.config_text, dict(known.environment))
+    if known is not None and known.run is not None:
+        block = settings_block(known.run.config_text, known.run.environment)
         full = _fold(f"Full configuration and environment, seed {known.seed}", block)
     return (
         f"<h4>Differences from the configuration that all arms share</h4>{table}"

@@ -12,7 +12,7 @@ The numbers of a run use a window of steps, a tenth of those planned and at leas
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -23,13 +23,17 @@ from trustbatch.errors import ConfigError
 from trustbatch.evaluation.results import RESULTS_FILE, EvaluationResults, read_results
 from trustbatch.evaluation.scores import TaskScores
 from trustbatch.observe.report_data import Run, number, read_run
+from trustbatch.studies.definitions.benchmarks import EVALUATIONS
+from trustbatch.studies.folder import (
+    EVALUATION_FILE,
+    FAILURE_FILE,
+    STUDY_FILE,
+    StudyFolder,
+    arm_of,
+)
+from trustbatch.studies.resolve import RUNS, run_name
 from trustbatch.studies.study import Arm
 
-STUDY_FILE = "study.json"
-FAILURE_FILE = "failure.json"
-EVALUATION_FILE = "evaluation.json"
-RUNS = "runs"
-EVALUATIONS = "evaluations"
 REWARD = "reward/mean"
 ONE_MINUS_ESS = "one_minus_ess"
 CAP = "weight/cap"
@@ -65,11 +69,9 @@ class StudyRun:
 
     arm: Arm
     seed: int
-    folder: Path
     state: RunState
     run: Run | None = None
     """nothing where it has no metrics yet"""
-    config_text: str = ""
     error: str = ""
     traceback: str = ""
     held_out: HeldOut | None = None
@@ -78,9 +80,10 @@ class StudyRun:
     """files that could not be read"""
 
     @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return run_name(self.arm.name, self.seed)
+    def folder(self) -> str:
+        """Where it is, within the study's folder."""
+        parent = EVALUATIONS if self.run is None and self.evaluation else RUNS
+        return f"{parent}/{run_name(self.arm.name, self.seed)}"
 
     @property
     def steps_done(self) -> int:
@@ -210,6 +213,7 @@ class ArmResult:
     arm: Arm
     label: str
     """what a person reads, without the regime"""
+    regime: str
     regime_label: str
     runs: tuple[StudyRun, ...]
 
@@ -251,13 +255,13 @@ class StudyResults:
     paper_columns: Mapping[str, str]
     base: Mapping[str, Any]
     command: str
-    environment: Mapping[str, Any]
     arms: tuple[ArmResult, ...]
 
     @property
     def regimes(self) -> dict[str, str]:
         """What a person reads of each regime, in the order in which the study names them."""
-        return {result.arm.regime: result.regime_label for result in self.arms}
+        named = {result.regime: result.regime_label for result in self.arms if result.regime}
+        return named or {"": ""}
 
     @property
     def runs(self) -> list[StudyRun]:
@@ -265,8 +269,16 @@ class StudyResults:
         return [run for result in self.arms for run in result.runs]
 
     def in_regime(self, regime: str) -> list[ArmResult]:
-        """Return the arms that are compared with each other."""
-        return [result for result in self.arms if result.arm.regime == regime]
+        """Return the arms that are compared with each other.
+
+        One without a regime, such as the model that all started from, belongs to every regime.
+        """
+        label = self.regimes[regime]
+        return [
+            replace(result, regime=regime, regime_label=label)
+            for result in self.arms
+            if result.regime in (regime, "")
+        ]
 
     def subject_in(self, regime: str) -> ArmResult | None:
         """Return the arm that the verdict of a regime is about, where the regime has it."""
@@ -275,18 +287,10 @@ class StudyResults:
 
     @cached_property
     def measure(self) -> Measure:
-        """By what the arms are compared: the most honest number that all trained runs have."""
+        """By what the arms are compared: the most honest number that was measured."""
         if any(run.evaluation for run in self.runs):
             return BENCHMARKS
-        trained = [run for run in self.runs if run.has_all_steps]
-        if trained and all(run.held_out for run in trained):
-            return HELD_OUT
-        return FINAL_REWARD
-
-
-def run_name(arm: str, seed: int) -> str:
-    """Return the name of the folder of an arm with a seed."""
-    return f"{arm}--seed-{seed}"
+        return HELD_OUT if any(run.held_out for run in self.runs) else FINAL_REWARD
 
 
 def plain_name(arm: Arm) -> str:
@@ -310,7 +314,9 @@ def regime_labels(arms: Sequence[Arm]) -> dict[str, str]:
     labels: dict[str, list[str]] = {}
     for arm in arms:
         labels.setdefault(arm.regime, []).append(arm.label)
-    return {regime: _shared_end(found) or regime for regime, found in labels.items()}
+    return {
+        regime: (_shared_end(found) or regime) if regime else "" for regime, found in labels.items()
+    }
 
 
 def _shared_end(labels: Sequence[str]) -> str:
@@ -324,22 +330,13 @@ def _shared_end(labels: Sequence[str]) -> str:
 
 def read_study(folder: Path) -> StudyResults:
     """Read a study's folder; of its runs only what is there."""
-    file = folder / STUDY_FILE
-    if not file.is_file():
+    tree = StudyFolder(folder).read()
+    if tree is None:
         raise ConfigError(f"{folder} has no {STUDY_FILE}: name the folder of a study.")
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        arms = tuple(
-            Arm(
-                name=arm["name"],
-                label=arm["label"],
-                changes=arm["changes"],
-                regime=arm.get("regime", ""),
-                family=arm.get("family", ""),
-            )
-            for arm in tree["arms"]
-        )
+        arms = [arm_of(each) for each in tree["arms"]]
         seeds = tuple(int(seed) for seed in tree["seeds"])
+        is_evaluated = tree.get("held_out") is not None
         labels = regime_labels(arms)
         return StudyResults(
             folder=folder,
@@ -348,32 +345,29 @@ def read_study(folder: Path) -> StudyResults:
             title=tree["title"],
             question=tree["question"],
             seeds=seeds,
-            subject=tree.get("subject", ""),
-            paper_columns=tree.get("paper_columns", {}),
-            base=tree.get("base", {}),
-            command=_as_line(tree.get("command", "")),
-            environment=tree.get("environment", {}),
+            subject=tree["subject"],
+            paper_columns=tree["paper_columns"],
+            base=tree["base"],
+            command=tree["command"],
             arms=tuple(
                 ArmResult(
                     arm=arm,
                     label=arm.label.removesuffix(f"{_COMMA}{labels[arm.regime]}"),
+                    regime=arm.regime,
                     regime_label=labels[arm.regime],
-                    runs=tuple(_read_study_run(folder, arm, seed) for seed in seeds),
+                    runs=tuple(_read_study_run(folder, arm, s, is_evaluated) for s in seeds),
                 )
                 for arm in arms
             ),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{file} can't be read ({error!r}): start the study again, which writes it anew."
+            f"{folder / STUDY_FILE} can't be read ({error!r}): start the study again, which writes "
+            "it anew."
         ) from error
 
 
-def _as_line(command: str | Sequence[str]) -> str:
-    return command if isinstance(command, str) else " ".join(command)
-
-
-def _read_study_run(study: Path, arm: Arm, seed: int) -> StudyRun:
+def _read_study_run(study: Path, arm: Arm, seed: int, is_evaluated: bool) -> StudyRun:
     name = run_name(arm.name, seed)
     folder, evaluated = study / RUNS / name, study / EVALUATIONS / name
     problems: list[str] = []
@@ -382,39 +376,26 @@ def _read_study_run(study: Path, arm: Arm, seed: int) -> StudyRun:
     failure = _read_json(folder / FAILURE_FILE, problems) or _read_json(
         evaluated / FAILURE_FILE, problems
     )
-    config = folder / "config.toml"
+    held_out = _read_held_out(folder / EVALUATION_FILE, problems)
+    is_trained = run is not None and run.steps_done >= (run.steps_planned or math.inf)
+    if failure is not None:
+        state = RunState.FAILED
+    elif evaluation or (is_trained and (held_out or not is_evaluated)):
+        state = RunState.FINISHED
+    else:
+        has_begun = folder.is_dir() or evaluated.is_dir()
+        state = RunState.UNFINISHED if has_begun else RunState.MISSING
     return StudyRun(
         arm=arm,
         seed=seed,
-        folder=folder,
-        state=_state(folder, evaluated, run, evaluation, failed=failure is not None),
+        state=state,
         run=run,
-        config_text=config.read_text(encoding="utf-8") if config.is_file() else "",
         error=str((failure or {}).get("error", "")),
         traceback=str((failure or {}).get("traceback", "")),
-        held_out=_read_held_out(folder / EVALUATION_FILE, problems),
+        held_out=held_out,
         evaluation=evaluation,
         problems=tuple(problems),
     )
-
-
-def _state(
-    folder: Path,
-    evaluated: Path,
-    run: Run | None,
-    evaluation: EvaluationResults | None,
-    *,
-    failed: bool,
-) -> RunState:
-    if failed:
-        return RunState.FAILED
-    if not folder.is_dir():  # an arm that is only evaluated, such as the base model, has no run
-        if evaluation is not None:
-            return RunState.FINISHED
-        return RunState.UNFINISHED if evaluated.is_dir() else RunState.MISSING
-    planned = run.steps_planned if run else None
-    is_done = run is not None and planned is not None and run.steps_done >= planned
-    return RunState.FINISHED if is_done else RunState.UNFINISHED
 
 
 def _read_evaluation(folder: Path, problems: list[str]) -> EvaluationResults | None:

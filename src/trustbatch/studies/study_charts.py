@@ -22,7 +22,6 @@ from trustbatch.studies.results import (
     CAP,
     ONE_MINUS_ESS,
     REWARD,
-    ArmResult,
     RunState,
     StudyResults,
     StudyRun,
@@ -66,7 +65,12 @@ class Colours:
     @classmethod
     def of(cls, results: StudyResults) -> "Colours":
         """Give the subject its own colour, then the contenders theirs, then members of families."""
-        families = dict.fromkeys(a.arm.family for a in results.arms if len(_family(results, a)) > 1)
+        families = dict.fromkeys(
+            each.members[0].arm.family
+            for regime in results.regimes
+            for each in contenders(results.in_regime(regime))
+            if len(each.members) > 1
+        )
         alone = dict.fromkeys(a.plain_name for a in results.arms if a.arm.family not in families)
         members = dict.fromkeys(a.plain_name for a in results.arms if a.arm.family in families)
         numbers = (number for number in count() if number != SUBJECT_COLOUR)
@@ -83,14 +87,6 @@ class Colours:
         if len(contender.members) > 1:
             return self.of_family[first.arm.family]
         return self.of_arm[first.plain_name]
-
-
-def _family(results: StudyResults, arm: ArmResult) -> list[ArmResult]:
-    """Return the members of an arm's family in its regime."""
-    family = arm.arm.family
-    return [
-        each for each in results.in_regime(arm.arm.regime) if family and each.arm.family == family
-    ]
 
 
 def reward_figures(results: StudyResults, colours: Colours) -> str:

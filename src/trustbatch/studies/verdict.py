@@ -209,7 +209,7 @@ def _most_samples(arms: Sequence[ArmResult]) -> str:
 def _distrust(results: StudyResults, arms: Sequence[ArmResult]) -> str:
     peaks = _peaks(arms)
     highest, label = max(peaks)
-    subject = results.subject_in(arms[0].arm.regime)
+    subject = results.subject_in(arms[0].regime)
     own = subject.spread(PEAK_DISTRUST) if subject else None
     if subject is None or own is None or subject.label == label:
         first = f"1-ESS rose to {small(highest)} at its highest, with {label}"
