@@ -16,6 +16,7 @@ def study_summary(results: StudyResults, verdict: StudyVerdict) -> str:
     if len(results.regimes) > 1:
         names.insert(0, Column("Regime", [row.regime_label for row in rows]))
     columns = [*names, *arm_columns(rows)]
+    headings = [cell(column.heading) for column in columns]
     cells = [[cell(column.cells[place]) for column in columns] for place in range(len(rows))]
     seeds = ", ".join(map(str, results.seeds))
     lines = [
@@ -23,7 +24,7 @@ def study_summary(results: StudyResults, verdict: StudyVerdict) -> str:
         "",
         f"    {' '.join(results.command.split())}",
         "",
-        *markdown_table([column.heading for column in columns], cells, num_words=len(names)),
+        *markdown_table(headings, cells, num_words=len(names)),
         "",
         f"Scale {cell(results.scale)}; seeds {seeds}; means and, behind \N{PLUS-MINUS SIGN}, "
         "standard deviations over seeds, of a mean of several arms over these.",

@@ -311,7 +311,7 @@ def _overall(results: StudyResults, differences: Sequence[PairedDifference]) -> 
         f"Of {len(differences)} comparisons in {len(results.regimes)} regimes, {label} is clearly "
         f"better in {counts[Outcome.BETTER]}{_where(differences, Outcome.BETTER)} and clearly "
         f"worse in {counts[Outcome.WORSE]}{_where(differences, Outcome.WORSE)}, by {measure} "
-        f"paired over seeds; the other {counts[Outcome.UNCLEAR]} can't be told."
+        f"paired over {differences[0].unit}s; the other {counts[Outcome.UNCLEAR]} can't be told."
     )
 
 
