@@ -4,8 +4,6 @@ Names of models and tasks pass through `text` before they reach the page.
 """
 
 from collections.abc import Sequence
-from html import escape
-from importlib import resources
 
 from trustbatch.evaluation.pass_at_k import shown_ks
 from trustbatch.evaluation.results import EvaluationResults
@@ -19,10 +17,13 @@ from trustbatch.observe.charts import (
     line_chart,
     linear_axis,
 )
-from trustbatch.observe.report import text
+from trustbatch.observe.page_parts import html_page, text
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 FRAME = Frame(440, 270)
+PASS_AT_K_READING = (
+    "The chance that at least one of k samples is right; the band is the 95% interval over "
+    "problems."
+)
 
 
 def pass_at_k_page(models: Sequence[EvaluationResults]) -> str:
@@ -38,22 +39,16 @@ def pass_at_k_page(models: Sequence[EvaluationResults]) -> str:
     )
     title = " and ".join(model.model for model in models)
     settings = models[0].settings
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY, quote=False)}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{text(title)} · pass@k</title>",
-            f"<style>\n{_stylesheet()}</style>\n</head>\n<body>",
-            f"<header><h1>pass@k of {text(title)}</h1></header>\n<main>",
-            '<section><p class="hint">The chance that at least one of k samples is right; the band '
-            "is the 95% interval over problems. "
-            f"{settings['samples']} samples of each problem at temperature "
-            f"{settings['temperature']:g}, top-p {settings['top_p']:g}, at most "
-            f"{settings['max_tokens']:,} tokens.</p>",
+    return html_page(
+        title=f"{title} · pass@k",
+        header=f"<h1>pass@k of {text(title)}</h1>",
+        sections=[
+            f'<section><p class="hint">{PASS_AT_K_READING} {settings["samples"]} samples of each '
+            f"problem at temperature {settings['temperature']:g}, top-p {settings['top_p']:g}, at "
+            f"most {settings['max_tokens']:,} tokens.</p>",
             f'<div class="charts">{figures}</div></section>',
-            "</main>\n</body>\n</html>\n",
-        ]
+        ],
+        is_live=False,
     )
 
 
@@ -81,15 +76,12 @@ def _figure(name: str, models: Sequence[tuple[str, TaskScores | None]]) -> str:
     caption = f"{known[0].num_problems:,} problems; truncated: {cut}"
     return (
         f'<figure class="card"><figcaption><h3>{text(name)}</h3><p>{caption}</p></figcaption>'
-        f"{line_chart(curves, _k_axis(num_samples), y, FRAME, f'pass@k on {name}')}"
+        f"{line_chart(curves, k_axis(num_samples), y, FRAME, f'pass@k on {name}')}"
         f"{legend([(curve.run, curve.label) for curve in curves])}</figure>"
     )
 
 
-def _k_axis(num_samples: int) -> Axis:
+def k_axis(num_samples: int) -> Axis:
+    """Return the horizontal axis of pass@k, logarithmic, with the powers of two."""
     ticks = tuple(Tick(float(k), str(k)) for k in shown_ks(num_samples))
     return Axis(1.0, max(float(num_samples), 1.5), ticks, log=True, name="k")
-
-
-def _stylesheet() -> str:
-    return resources.files("trustbatch.observe").joinpath("report.css").read_text(encoding="utf-8")

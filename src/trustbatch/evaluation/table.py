@@ -21,9 +21,9 @@ def results_table(results: EvaluationResults) -> str:
     rows = [_row(score, ks) for score in scores]
     return "\n".join(
         [
-            f"# {_cell(results.model)}",
+            f"# {cell(results.model)}",
             "",
-            *_table(headings, rows, num_words=1),
+            *markdown_table(headings, rows, num_words=1),
             "",
             f"{settings['samples']} samples of each problem at temperature "
             f"{settings['temperature']:g}, top-p {settings['top_p']:g}, at most "
@@ -37,11 +37,11 @@ def results_table(results: EvaluationResults) -> str:
 
 def comparison_table(comparison: Comparison) -> str:
     """Return the differences between two models, and the verdict."""
-    headings = ["task", "problems", _cell(comparison.first), _cell(comparison.second)]
+    headings = ["task", "problems", cell(comparison.first), cell(comparison.second)]
     headings += [f"difference ({_PERCENT} interval)", "p-value"]
     rows = [
         [
-            _cell(each.task),
+            cell(each.task),
             f"{each.num_problems:,}",
             f"{each.first:.3f}",
             f"{each.second:.3f}",
@@ -52,11 +52,11 @@ def comparison_table(comparison: Comparison) -> str:
     ]
     return "\n".join(
         [
-            f"# pass@{comparison.k} of {_cell(comparison.first)} and {_cell(comparison.second)}",
+            f"# pass@{comparison.k} of {cell(comparison.first)} and {cell(comparison.second)}",
             "",
-            *_table(headings, rows, num_words=1),
+            *markdown_table(headings, rows, num_words=1),
             "",
-            _cell(comparison.verdict),
+            cell(comparison.verdict),
             "",
         ]
     )
@@ -64,7 +64,7 @@ def comparison_table(comparison: Comparison) -> str:
 
 def _row(score: TaskScores, ks: Sequence[int]) -> list[str]:
     first = score.at(1)
-    cells = [_cell(score.name), f"{score.num_problems:,}"]
+    cells = [cell(score.name), f"{score.num_problems:,}"]
     cells.append("-" if first is None else f"{first.value:.3f} ({_span(first)})")
     cells += ["-" if (at := score.at(k)) is None else f"{at.value:.3f}" for k in ks]
     return [
@@ -92,19 +92,21 @@ def _remarks(scores: Sequence[TaskScores]) -> list[str]:
             used = 0 if last is None else last.num_problems
             if used < score.num_problems:
                 remarks.append(
-                    f"pass@{score.num_samples} of {_cell(score.name)} is over {used:,} of "
+                    f"pass@{score.num_samples} of {cell(score.name)} is over {used:,} of "
                     f"{score.num_problems:,} problems."
                 )
     return remarks
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int) -> list[str]:
+def markdown_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int
+) -> list[str]:
     """Return the lines of a table; columns after the first `num_words` are numbers."""
     rule = ["---" if place < num_words else "---:" for place in range(len(headings))]
     return [f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows)]
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Keep a name from breaking the table, or from being read as HTML."""
     escaped = text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
     return " ".join(escaped.split())

@@ -407,6 +407,7 @@ def _svg(frame: Frame, x: Axis, y: Axis, label: str, body: str) -> str:
     )
     grid += f'<text class="axis" x="{_px((frame.left + right) / 2)}" y="{frame.height - 5}">'
     scale = ' data-log="1"' if y.log else ""
+    scale += ' data-x-log="1"' if x.log else ""
     scale += ' data-clamped="1"' if y.clamped else ""
     return (
         f'<svg class="chart" viewBox="0 0 {frame.width} {frame.height}" role="img" '

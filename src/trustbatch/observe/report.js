@@ -68,7 +68,9 @@
 
   function fill(chart, rows, x) {
     const [left, right, low, high] = chart.dataset.x.split(" ").map(Number);
-    const step = Math.round(low + ((x - left) / (right - left)) * (high - low));
+    const part = (x - left) / (right - left);
+    const step = Math.round(
+      chart.dataset.xLog ? low * Math.pow(high / low, part) : low + part * (high - low));
     const head = document.createElement("div");
     const hover = chart.closest("[data-hover]")?.dataset.hover;
     head.textContent = `${chart.dataset.xName} ${step}` + (hover ? ` (${hover})` : "");

@@ -4,28 +4,29 @@ Text that came from a run (names, prompts, completions, configuration) passes th
 before it reaches the page.
 """
 
-import json
 import math
 from collections.abc import Sequence
-from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from trustbatch.errors import ConfigError
 from trustbatch.observe.charts import swatch
+from trustbatch.observe.page_parts import (
+    DASH,
+    as_bytes,
+    details,
+    figure,
+    flatten,
+    html_page,
+    numeric,
+    settings_block,
+    text,
+)
 from trustbatch.observe.report_charts import charts_section
-from trustbatch.observe.report_data import Run, SampleFile, number, read_runs
+from trustbatch.observe.report_data import Run, SampleFile, read_runs
 from trustbatch.observe.status import ENGINE_METRICS
 
-POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
-    "base-uri 'none'; form-action 'none'"
-)
 LONGEST_TEXT = 4000
-# Control characters have no meaning in HTML; their pictures show what the model really wrote.
-_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
-_DASH = "\N{EN DASH}"
 _WARNING_COUNTS = {
     "tokens/nonfinite": "non-finite tokens",
     "steps/skipped": "skipped steps",
@@ -69,8 +70,7 @@ def write_report(run_folders: Sequence[Path], output: Path) -> Path:
             f"The report cannot be written to {output}, which is a folder: name a file in it."
         )
     output.parent.mkdir(parents=True, exist_ok=True)
-    # A completion may hold half a surrogate pair, which no encoding can write.
-    output.write_bytes(page.encode("utf-8", errors="replace"))
+    output.write_bytes(as_bytes(page))
     return output
 
 
@@ -79,31 +79,19 @@ def render_report(runs: Sequence[Run]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     has_engines = any(run.engines for run in runs)
     engines_link = '<a href="#engines">Engines</a>' if has_engines else ""
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY, quote=False)}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="referrer" content="no-referrer">',
-            f"<title>{text(title)} · trustbatch report</title>",
-            f"<style>\n{_asset('report.css')}</style>\n</head>\n<body>",
-            f"<header><h1>{text(title)}</h1><p>trustbatch run report</p>"
-            f'<nav><a href="#summary">Summary</a><a href="#charts">Charts</a>{engines_link}'
-            '<a href="#completions">Completions</a><a href="#settings">Settings</a></nav></header>',
-            "<main>",
+    return html_page(
+        title=f"{title} · trustbatch report",
+        header=f"<h1>{text(title)}</h1><p>trustbatch run report</p>"
+        f'<nav><a href="#summary">Summary</a><a href="#charts">Charts</a>{engines_link}'
+        '<a href="#completions">Completions</a><a href="#settings">Settings</a></nav>',
+        sections=[
             _summary_section(runs),
             charts_section(runs),
             *([_engines_section(runs)] if has_engines else []),
             _completions_section(runs),
             _settings_section(runs),
-            f"</main>\n<script>\n{_asset('report.js')}</script>\n</body>\n</html>\n",
-        ]
+        ],
     )
-
-
-def text(value: object) -> str:
-    """Return any value as text that HTML shows and never interprets."""
-    return escape(str(value).translate(_CONTROL_PICTURES))
 
 
 def final_mean(values: Sequence[float]) -> float:
@@ -129,32 +117,6 @@ def notes(run: Run) -> list[str]:
     return found + run.problems
 
 
-def figure(value: object) -> str:
-    """Write a number with four significant digits, or a dash where there is none."""
-    found = number(value)
-    if not math.isfinite(found):
-        return _DASH
-    if found == int(found) and abs(found) < 1e6:
-        return f"{int(found):,}"
-    return f"{found:,.0f}" if 1e3 <= abs(found) < 1e6 else f"{found:.4g}"
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return the leaves of nested tables as dotted keys and written values."""
-    leaves: list[tuple[str, str]] = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            leaves += flatten(value, f"{prefix}{key}.")
-        else:
-            shown = value if isinstance(value, str) else json.dumps(value, default=str)
-            leaves.append((f"{prefix}{key}", shown))
-    return leaves
-
-
-def _asset(name: str) -> str:
-    return resources.files("trustbatch.observe").joinpath(name).read_text(encoding="utf-8")
-
-
 def _mean(values: Sequence[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
@@ -162,7 +124,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _summary_section(runs: Sequence[Run]) -> str:
     heads = "".join(
-        f'<th scope="col"{_numeric(place in range(2, 9))}>{heading}</th>'
+        f'<th scope="col"{numeric(place in range(2, 9))}>{heading}</th>'
         for place, heading in enumerate(_SUMMARY_HEADINGS)
     )
     rows = "\n".join(_summary_row(index, run) for index, run in enumerate(runs))
@@ -180,7 +142,7 @@ def _summary_row(index: int, run: Run) -> str:
     numbers = (
         figure(run.option("rollout", "temperature")),
         figure(run.option("cluster", "max_lag") or run.option("rollout", "lag")),
-        f"{run.steps_done:,} / {_DASH if planned is None else f'{planned:,}'}",
+        f"{run.steps_done:,} / {DASH if planned is None else f'{planned:,}'}",
         figure(rewards[0] if rewards else None),
         figure(final_mean(rewards)),
         figure(final_mean(run.series("one_minus_ess")[1])),
@@ -197,7 +159,7 @@ def _summary_row(index: int, run: Run) -> str:
 def _objective(run: Run) -> str:
     table = run.config.get("objective")
     options = dict(table) if isinstance(table, dict) else {}
-    name = text(options.pop("name", _DASH))
+    name = text(options.pop("name", DASH))
     rest = "".join(
         f"<code>{text(key)}={text(value)}</code> " for key, value in flatten(options)
     ).strip()
@@ -206,7 +168,7 @@ def _objective(run: Run) -> str:
 
 def _engines_section(runs: Sequence[Run]) -> str:
     blocks = "\n".join(
-        _details(
+        details(
             index,
             run.name,
             _means_table(run, "Engine", run.engines, ENGINE_METRICS, _ENGINE_HEADINGS),
@@ -225,7 +187,7 @@ def _means_table(
 ) -> str:
     """Return one row a name with the final means of the metrics PREFIX NAME/COLUMN."""
     heads = "".join(
-        f'<th scope="col"{_numeric(place > 0)}>{each}</th>'
+        f'<th scope="col"{numeric(place > 0)}>{each}</th>'
         for place, each in enumerate((heading, *columns))
     )
     rows = "\n".join(
@@ -253,8 +215,8 @@ def _completions_section(runs: Sequence[Run]) -> str:
 
 
 def _run_samples(index: int, run: Run) -> str:
-    inner = _policy_table(run) + "\n".join(_sample_table(sample) for sample in run.samples)
-    return _details(index, run.name, inner or "<p>No completions were saved.</p>")
+    inner = _policy_table(run) + "\n".join(sample_table(sample) for sample in run.samples)
+    return details(index, run.name, inner or "<p>No completions were saved.</p>")
 
 
 def _policy_table(run: Run) -> str:
@@ -266,13 +228,14 @@ def _policy_table(run: Run) -> str:
     )
 
 
-def _sample_table(sample: SampleFile) -> str:
+def sample_table(sample: SampleFile) -> str:
+    """Return a few completions of one step with their rewards and who drew them."""
     heads = "".join(
-        f'<th scope="col"{_numeric(heading in ("Reward", "Advantage"))}>{heading}</th>'
+        f'<th scope="col"{numeric(heading in ("Reward", "Advantage"))}>{heading}</th>'
         for heading in _SAMPLE_HEADINGS
     )
     rows = "\n".join(map(_sample_row, sample.rows))
-    step = sample.rows[0].get("step", _DASH) if sample.rows else _DASH
+    step = sample.rows[0].get("step", DASH) if sample.rows else DASH
     return (
         f'<h4>Step {text(step)} <small>{text(sample.name)}</small></h4><div class="scroll">'
         f'<table class="samples"><thead><tr>{heads}</tr></thead>\n'
@@ -314,7 +277,7 @@ def _said(row: dict[str, Any]) -> str:
 
 def _known(row: dict[str, Any], key: str) -> Any:
     value = row.get(key)
-    return _DASH if value is None else value
+    return DASH if value is None else value
 
 
 def _cut(value: object) -> str:
@@ -326,27 +289,8 @@ def _cut(value: object) -> str:
 
 
 def _settings_section(runs: Sequence[Run]) -> str:
-    blocks = "\n".join(_run_settings(index, run) for index, run in enumerate(runs))
+    blocks = "\n".join(
+        details(index, run.name, settings_block(run.config_text, run.environment))
+        for index, run in enumerate(runs)
+    )
     return f'<section id="settings"><h2>Configuration and environment</h2>\n{blocks}</section>'
-
-
-def _run_settings(index: int, run: Run) -> str:
-    config = f"<pre>{text(run.config_text)}</pre>" if run.config_text else "<p>Not recorded.</p>"
-    rows = "".join(
-        f'<tr><th scope="row">{text(key)}</th><td>{text(value)}</td></tr>'
-        for key, value in flatten(run.environment)
-    )
-    environment = f'<table class="environment">{rows}</table>' if rows else "<p>Not recorded.</p>"
-    inner = (
-        f'<div class="settings"><div><h4>Configuration</h4>{config}</div>'
-        f"<div><h4>Environment</h4>{environment}</div></div>"
-    )
-    return _details(index, run.name, inner)
-
-
-def _details(index: int, name: str, inner: str) -> str:
-    return f"<details><summary>{swatch(index)}<span>{text(name)}</span></summary>{inner}</details>"
-
-
-def _numeric(is_number: bool) -> str:
-    return ' class="number"' if is_number else ""

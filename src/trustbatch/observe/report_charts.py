@@ -224,7 +224,7 @@ def charts_section(runs: Sequence[Run]) -> str:
         for spec in specs:
             curves = curves_of(spec, runs)
             if curves:
-                figures.append(_figure(spec, curves, step_axis(x_steps), frame))
+                figures.append(chart_figure(spec, curves, step_axis(x_steps), frame))
             elif not spec.optional:
                 absent.append(spec.title)
         return "\n".join(figures)
@@ -321,7 +321,7 @@ def _lag_figures(runs: Sequence[Run]) -> str:
     for spec, summary in ((COMPLETIONS_BY_LAG_SPEC, _shares), (ESS_BY_LAG_SPEC, _medians)):
         if curves := lag_curves(runs, spec.key, summary):
             lags = [lag for curve in curves for lag in curve.steps]
-            figures += _figure(spec, curves, step_axis([0.0, *lags], name="lag"), SMALL)
+            figures += chart_figure(spec, curves, step_axis([0.0, *lags], name="lag"), SMALL)
     return figures
 
 
@@ -351,8 +351,11 @@ def bands_of(runs: Sequence[Run]) -> list[Band]:
     return bands
 
 
-def _figure(spec: ChartSpec, curves: Sequence[Curve], x: Axis, frame: Frame) -> str:
-    y = value_axis(spec, curves)
+def chart_figure(
+    spec: ChartSpec, curves: Sequence[Curve], x: Axis, frame: Frame, y: Axis | None = None
+) -> str:
+    """Return a chart with its title, how to read it, and its legend; its axis fits its curves."""
+    y = y or value_axis(spec, curves)
     scale = " <small>log axis</small>" if y.log else ""
     entries = [(curve.run, curve.label) for curve in curves]
     names = legend(entries, fold=frame is not LEAD)

@@ -1,0 +1,109 @@
+"""What all pages are made of: the shell with its policy, and values as text that stays text.
+
+Text that came from a run (names, prompts, completions, configuration, errors) passes through `text`
+before it reaches a page.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from trustbatch.observe.charts import swatch
+from trustbatch.observe.report_data import number
+
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; {scripts}img-src data:; base-uri 'none'; "
+    "form-action 'none'"
+)
+DASH = "\N{EN DASH}"
+# Control characters have no meaning in HTML; their pictures show what the model really wrote.
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+
+
+def html_page(
+    *, title: str, header: str, sections: Sequence[str], style: str = "", is_live: bool = True
+) -> str:
+    """Return a page that holds everything and may ask the network for nothing.
+
+    `title` is text, `header` and `sections` are HTML, `style` is added to the stylesheet; only a
+    live page may run the script that shows values under the pointer.
+    """
+    policy = POLICY.format(scripts="script-src 'unsafe-inline'; " if is_live else "")
+    script = f"<script>\n{asset('report.js')}</script>\n" if is_live else ""
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{escape(policy, quote=False)}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="referrer" content="no-referrer">',
+            f"<title>{text(title)}</title>",
+            f"<style>\n{asset('report.css')}{style}</style>\n</head>\n<body>",
+            f"<header>{header}</header>\n<main>",
+            *sections,
+            f"</main>\n{script}</body>\n</html>\n",
+        ]
+    )
+
+
+def asset(name: str, package: str = "trustbatch.observe") -> str:
+    """Return a stylesheet or script that is part of the package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def as_bytes(page: str) -> bytes:
+    """Encode a page; a completion may hold half a surrogate pair, which no encoding can write."""
+    return page.encode("utf-8", errors="replace")
+
+
+def text(value: object) -> str:
+    """Return any value as text that HTML shows and never interprets."""
+    return escape(str(value).translate(_CONTROL_PICTURES))
+
+
+def figure(value: object) -> str:
+    """Write a number with four significant digits, or a dash where there is none."""
+    found = number(value)
+    if not math.isfinite(found):
+        return DASH
+    if found == int(found) and abs(found) < 1e6:
+        return f"{int(found):,}"
+    return f"{found:,.0f}" if 1e3 <= abs(found) < 1e6 else f"{found:.4g}"
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return the leaves of nested tables as dotted keys and written values."""
+    leaves: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            leaves += flatten(value, f"{prefix}{key}.")
+        else:
+            shown = value if isinstance(value, str) else json.dumps(value, default=str)
+            leaves.append((f"{prefix}{key}", shown))
+    return leaves
+
+
+def settings_block(config_text: str, environment: dict[str, Any]) -> str:
+    """Return a run's configuration beside its environment."""
+    config = f"<pre>{text(config_text)}</pre>" if config_text else "<p>Not recorded.</p>"
+    rows = "".join(
+        f'<tr><th scope="row">{text(key)}</th><td>{text(value)}</td></tr>'
+        for key, value in flatten(environment)
+    )
+    table = f'<table class="environment">{rows}</table>' if rows else "<p>Not recorded.</p>"
+    return (
+        f'<div class="settings"><div><h4>Configuration</h4>{config}</div>'
+        f"<div><h4>Environment</h4>{table}</div></div>"
+    )
+
+
+def details(curve: int, name: str, inner: str) -> str:
+    """Return a part that opens on a click, under the name and the colour of a curve."""
+    return f"<details><summary>{swatch(curve)}<span>{text(name)}</span></summary>{inner}</details>"
+
+
+def numeric(is_number: bool) -> str:
+    """Return the class of a cell that holds a number."""
+    return ' class="number"' if is_number else ""

@@ -1,0 +1,228 @@
+"""The charts of a study: one colour for an arm in all regimes, and bands over its seeds."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import count
+
+from trustbatch.evaluation.page import PASS_AT_K_READING, k_axis
+from trustbatch.evaluation.scores import AVERAGE
+from trustbatch.observe.charts import Axis, Curve, Frame, linear_axis, smooth, step_axis
+from trustbatch.observe.report_charts import SMALL, ChartSpec, chart_figure, value_axis
+from trustbatch.studies.comparisons import Contender, contenders
+from trustbatch.studies.curves import (
+    Points,
+    around,
+    deviation_curve,
+    mean_curve,
+    metric_points,
+    pass_at_k_scores,
+    range_curves,
+)
+from trustbatch.studies.results import (
+    CAP,
+    ONE_MINUS_ESS,
+    REWARD,
+    RunState,
+    StudyResults,
+    StudyRun,
+)
+
+FRAME = Frame(560, 320)
+SUBJECT_COLOUR = 1
+"""the reddish one, as in the paper; the first of the others is blue"""
+BAND_READING = (
+    "The line is the mean, a moving average over about a twentieth of the steps; the band is one "
+    "standard deviation over seeds, and for a mean of several arms over these."
+)
+PASS_AT_K_OVER_SEEDS = (
+    "The chance that at least one of k samples is right; the band is one standard deviation over "
+    "seeds."
+)
+DISTRUST = ChartSpec(
+    ONE_MINUS_ESS,
+    "1-ESS",
+    "How far off-policy the data was: 0 means that every token is trusted alike. Mean, lowest and "
+    "highest seed.",
+    scale="log",
+)
+CAPS = ChartSpec(
+    CAP,
+    "Weight cap",
+    "The largest weight a token may carry, of objectives that have one. Mean, lowest and highest "
+    "seed.",
+    scale="auto",
+)
+
+
+@dataclass(frozen=True)
+class Colours:
+    """Numbers of curves, which are their colours and what a legend switches."""
+
+    of_arm: dict[str, int]
+    """by name without the regime"""
+    of_family: dict[str, int]
+
+    @classmethod
+    def of(cls, results: StudyResults) -> "Colours":
+        """Give the subject its own colour, then the contenders theirs, then members of families."""
+        families = dict.fromkeys(
+            each.members[0].arm.family
+            for regime in results.regimes
+            for each in contenders(results.in_regime(regime))
+            if len(each.members) > 1
+        )
+        alone = dict.fromkeys(a.plain_name for a in results.arms if a.arm.family not in families)
+        members = dict.fromkeys(a.plain_name for a in results.arms if a.arm.family in families)
+        numbers = (number for number in count() if number != SUBJECT_COLOUR)
+        of_family = {family: next(numbers) for family in families}
+        of_arm = {
+            name: SUBJECT_COLOUR if name == results.subject else next(numbers)
+            for name in (*alone, *members)
+        }
+        return cls(of_arm=of_arm, of_family=of_family)
+
+    def number(self, contender: Contender) -> int:
+        """Return the number of an arm's or a family's curve."""
+        first = contender.members[0]
+        if len(contender.members) > 1:
+            return self.of_family[first.arm.family]
+        return self.of_arm[first.plain_name]
+
+
+def reward_figures(results: StudyResults, colours: Colours) -> str:
+    """Return the reward of each regime: families as one curve, and where there are any, apart."""
+    spec = ChartSpec(REWARD, "", "", smoothed=True)
+    drawn: list[tuple[str, str, list[Curve]]] = []
+    for regime, label in results.regimes.items():
+        rivals = contenders(results.in_regime(regime))
+        together = curves_of(rivals, colours, REWARD)
+        drawn.append((_title("Reward", label), "", together))
+        if any(len(each.members) > 1 for each in rivals):
+            apart = [Contender.of(arm) for each in rivals for arm in each.members]
+            each_arm = curves_of(apart, colours, REWARD)
+            drawn.append((_title("Reward of every arm", label), "", each_arm))
+    # all regimes on one scale: they differ in how hard the data is to learn from
+    everything = [curve for _, _, curves in drawn for curve in curves]
+    x, y = _step_axis(everything), linear_axis(_within_data(results, everything))
+    return "\n".join(
+        chart_figure(replace(spec, title=title, reading=reading), curves, x, FRAME, y)
+        for title, reading, curves in drawn
+        if curves
+    )
+
+
+def trust_figures(results: StudyResults, colours: Colours) -> str:
+    """Return 1-ESS of every arm, by regime, and behind it the weight caps."""
+    figures = []
+    for spec in (DISTRUST, CAPS):
+        drawn = {
+            label: curves_of(map(Contender.of, results.in_regime(regime)), colours, spec.key)
+            for regime, label in results.regimes.items()
+        }
+        everything = [curve for curves in drawn.values() for curve in curves]
+        x, y = _step_axis(everything), value_axis(spec, everything)
+        figures += [
+            chart_figure(replace(spec, title=_title(spec.title, label)), curves, x, SMALL, y)
+            for label, curves in drawn.items()
+            if curves
+        ]
+    return "\n".join(figures)
+
+
+def pass_at_k_figures(results: StudyResults, colours: Colours) -> str:
+    """Return a chart of pass@k for each benchmark and, first, for their average."""
+    tasks = list(dict.fromkeys(score.name for run in results.runs for score in run.scores))
+    tasks.sort(key=lambda task: task != AVERAGE)
+    reading = PASS_AT_K_OVER_SEEDS if len(results.seeds) > 1 else PASS_AT_K_READING
+    figures = []
+    for regime, label in results.regimes.items():
+        rivals = contenders(results.in_regime(regime))
+        for task in tasks:
+            curves = [
+                curve
+                for each in rivals
+                if (curve := _pass_at_k_curve(each, colours.number(each), task))
+            ]
+            if curves:
+                spec = ChartSpec("pass@k", _title(task, label), reading, "zero", smoothed=False)
+                ks = k_axis(int(max(k for curve in curves for k in curve.steps)))
+                figures.append(chart_figure(spec, curves, ks, FRAME))
+    return "\n".join(figures)
+
+
+def curves_of(rivals: Iterable[Contender], colours: Colours, key: str) -> list[Curve]:
+    """Return a smoothed curve with its band for every contender that recorded the metric."""
+    found = []
+    for each in rivals:
+        # a deviation below the mean may lie below zero, where a log axis ends
+        is_range = key != REWARD
+        curve = _curve(each, colours.number(each), lambda run: metric_points(run, key), is_range)
+        if curve:
+            found.append(
+                replace(
+                    curve,
+                    values=smooth(curve.values),
+                    low=smooth(curve.low),
+                    high=smooth(curve.high),
+                )
+            )
+    return found
+
+
+def _curve(
+    contender: Contender,
+    number: int,
+    points: Callable[[StudyRun], Points],
+    is_range: bool = False,
+) -> Curve | None:
+    """Return the mean over seeds, or over several members, with one deviation or their range."""
+    by_member = [[points(run) for run in member.runs] for member in contender.members]
+    parts = by_member[0] if len(by_member) == 1 else [mean_curve(runs) for runs in by_member]
+    mean = mean_curve(parts)
+    if not mean:
+        return None
+    low, high = range_curves(parts) if is_range else around(mean, deviation_curve(parts))
+    return Curve(
+        number,
+        _label(contender),
+        list(mean),
+        list(mean.values()),
+        low=[low.get(x, mean[x]) for x in mean] if low else (),
+        high=[high.get(x, mean[x]) for x in mean] if high else (),
+    )
+
+
+def _pass_at_k_curve(contender: Contender, number: int, task: str) -> Curve | None:
+    curve = _curve(
+        contender,
+        number,
+        lambda run: {float(score.k): score.value for score in pass_at_k_scores(run, task)},
+    )
+    if curve is None or len(contender.runs) > 1:
+        return curve
+    scores = pass_at_k_scores(contender.runs[0], task)
+    return replace(curve, low=[s.low for s in scores], high=[s.high for s in scores])
+
+
+def _label(contender: Contender) -> str:
+    runs = contender.runs
+    done = sum(run.state is RunState.FINISHED for run in runs)
+    if done == len(runs):
+        return contender.label
+    return f"{contender.label} ({done} of {len(runs)} finished)"
+
+
+def _title(what: str, regime_label: str) -> str:
+    return f"{what}: {regime_label}" if regime_label else what
+
+
+def _step_axis(curves: Iterable[Curve]) -> Axis:
+    return step_axis([step for curve in curves for step in curve.steps])
+
+
+def _within_data(results: StudyResults, curves: Iterable[Curve]) -> list[float]:
+    """Return the values of curves and bands; where a band leaves all data, only as far as that."""
+    rewards = [reward for run in results.runs for reward in run.series(REWARD)[1]]
+    low, high = min(rewards, default=0.0), max(rewards, default=1.0)
+    values = [v for curve in curves for v in (*curve.values, *curve.low, *curve.high)]
+    return [min(max(value, low), high) for value in values]
