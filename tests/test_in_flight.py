@@ -22,7 +22,7 @@ from torch import Tensor
 import trustbatch
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
-from trustbatch.errors import ConfigError, EngineError
+from trustbatch.errors import CanaryError, ConfigError, EngineError
 from trustbatch.lag_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG, values_by_lag
 from trustbatch.loop_state import LoopState
 from trustbatch.loops.async_loop import refuse_too_old
@@ -30,6 +30,7 @@ from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.policy import Policy
 from trustbatch.rollout import native_engine
+from trustbatch.rollout.canary_reference import CanaryNotes
 from trustbatch.rollout.episodes import Episode, Reply
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native_engine import NativeEngine
@@ -331,11 +332,15 @@ def test_a_token_beyond_the_bound_is_refused(
     tree = {"model": {"name": "any"}, "task": {"name": "arithmetic"}}
     config = parse_config({**tree, "cluster": {"max_lag": max_lag, "in_flight": True}})
     session: Any = SimpleNamespace(config=config, loop=SimpleNamespace(step=step), policy=policy)
+    groups = [
+        replace(group, completions=tuple(c for c in group.completions if c.versions is not None))
+        for group in spanning[0]
+    ]
     if guilty is None:
-        refuse_too_old(session, spanning[0])
+        refuse_too_old(session, groups)
         return
     with pytest.raises(EngineError, match=f"answered by version {guilty}, .*max_lag = {max_lag}"):
-        refuse_too_old(session, spanning[0])
+        refuse_too_old(session, groups)
 
 
 def test_an_episode_keeps_the_versions_of_its_turns(
@@ -383,8 +388,9 @@ def test_what_in_flight_is_of_no_use_for_is_refused(
         parse_config({**tree, "cluster": {**cluster, "in_flight": True}})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
+    """One Ray for both tests; it must be there before it is imported."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     largest = {"engines": 2, "reward_workers": 0}
@@ -410,6 +416,66 @@ def kill_an_engine(folder: Path, *, after_step: int) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_a_version_that_fails_its_canary_in_flight_draws_nothing(
+    tiny_folder: Path, tmp_path: Path, policy: Policy, own_ray: None
+) -> None:
+    from trustbatch.cluster.engine_actor import EngineActor, PublishedVersion
+    from trustbatch.cluster.publications import DiskPublisher
+
+    class OfferedMeanwhile(EngineActor):
+        """Hears of a version when the engine has asked for the fifth time."""
+
+        num_asked = 0
+        coming: PublishedVersion
+
+        def are_newer_than(self, version: int) -> bool:
+            self.num_asked += 1
+            if self.num_asked == 5:
+                self.offer(self.coming)
+            return super().are_newer_than(version)
+
+    config = parse_config(
+        {
+            "model": {"name": str(tiny_folder), "device": "cpu"},
+            "task": {"name": "arithmetic"},
+            "cluster": {"in_flight": True},
+        }
+    )
+    prompts = [Prompt(id=text, text=text, answer="") for text in PROMPTS]
+    notes = CanaryNotes(policy, prompts, logprob_mode="processed")
+    publisher = DiskPublisher(tmp_path)
+
+    def publish(version: int) -> PublishedVersion:
+        weights = publisher.publish(policy.named_weights(), version)
+        return PublishedVersion(version, weights, notes.note(version))
+
+    first = publish(0)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.05)
+    right = publish(1)
+    false = replace(right, weights=first.weights)
+    requests = make_requests(policy)
+    for second in (right, false):
+        actor = OfferedMeanwhile(config, torch.get_num_threads())
+        actor.coming = second
+        if second is false:
+            for _ in range(2):  # nor is it drawn from when it is asked for once more
+                with pytest.raises(CanaryError, match=r"version 1\) does not sample from"):
+                    actor.generate_in_flight(first, requests)
+            continue
+        drawn = actor.generate_in_flight(first, requests)
+        assert {tuple(c.all_versions) for c in drawn.completions} >= {(0, 1)}
+        assert drawn.version == 1
+        assert 0 < drawn.canary["canary/max_abs_logratio"] < 1e-4
+        # an exact version is drawn from to the end, and is checked as well
+        exact = actor.generate(first, requests)
+        assert {tuple(c.all_versions) for c in exact.completions} == {(0,)}
+        assert exact.canary
 
 
 @pytest.mark.slow
