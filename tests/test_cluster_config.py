@@ -66,7 +66,19 @@ def test_torchrun_and_a_missing_ray_get_a_sentence(monkeypatch: pytest.MonkeyPat
         train_config(config_with({}))
 
 
-def test_a_run_without_a_cluster_does_not_import_ray(tiny_folder: Path, tmp_path: Path) -> None:
+def test_ray_is_imported_only_to_train_with_a_cluster(tiny_folder: Path, tmp_path: Path) -> None:
+    """The plan and the doctor look at a configuration with [cluster] in their own process."""
+    config = parse_config(
+        {
+            "model": {"name": str(tiny_folder), "device": "cpu"},
+            "task": {"name": "arithmetic"},
+            "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 2},
+            "run": {"folder": str(tmp_path / "cluster")},
+            "cluster": {"trainers": 6, "engines": 2},
+        }
+    )
+    file = tmp_path / "config.toml"
+    file.write_text(config.to_toml())
     code = f"""
 import sys, trustbatch
 trustbatch.train(
@@ -74,6 +86,9 @@ trustbatch.train(
     rollout={{"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 2}},
     run={{"folder": {str(tmp_path)!r}}},
 )
+from trustbatch.cli import main
+assert main(["train", {str(file)!r}, "--dry-run"]) == 0
+assert main(["doctor", {str(file)!r}, "--tokens", "8"]) == 0
 assert "ray" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
 from trustbatch.errors import ConfigError
@@ -24,10 +25,10 @@ DEADLINE = timedelta(hours=1)
 
 
 @contextmanager
-def joined_ranks(device: str, *, meet_at: str | None = None) -> Iterator[None]:
+def joined_ranks(device: str, *, store: Store | None = None) -> Iterator[None]:
     """Meet the other processes that torchrun started; a process on its own needs nothing.
 
-    `meet_at` is the URL of a place that is not where torchrun's processes meet.
+    `store` is where they meet, if not where torchrun's processes do.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or dist.is_initialized():
@@ -38,7 +39,7 @@ def joined_ranks(device: str, *, meet_at: str | None = None) -> Iterator[None]:
         _take_gpu(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if uses_gpu else "gloo",
-        init_method=meet_at,
+        store=store,
         rank=int(os.environ["RANK"]),
         world_size=size,
         timeout=DEADLINE,

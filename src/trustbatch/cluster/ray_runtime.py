@@ -32,8 +32,12 @@ HANDED_ON = (
     "HF_HUB_OFFLINE",
     "HF_HOME",
     "PYTHONPATH",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
 )
 """what processes on other machines need to know of this one's environment"""
+STARTED_IN = "TRUSTBATCH_STARTED_IN"
+"""names the folder from which paths of the configuration go out"""
 
 
 def require_ray() -> None:
@@ -51,7 +55,7 @@ def joined_ray(config: Config) -> Iterator[None]:
     assert config.cluster is not None
     require_ray()
     os.environ.update(QUIET)
-    if not config.cluster.address:
+    if not config.cluster.address or is_loopback(config.cluster.address):
         os.environ.update(LOOPBACK)  # before Ray is imported: it reads them then
     import ray
 
@@ -73,7 +77,10 @@ def _join(cluster: ClusterConfig) -> None:
             handed_on = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
             ray.init(
                 address=cluster.address,
-                runtime_env={"env_vars": QUIET | handed_on},
+                runtime_env={
+                    "env_vars": QUIET | handed_on | {STARTED_IN: os.getcwd()},
+                    "worker_process_setup_hook": f"{__name__}.{go_there.__name__}",
+                },
                 logging_level=logging.ERROR,
             )
         else:
@@ -88,12 +95,29 @@ def _join(cluster: ClusterConfig) -> None:
                 )
             _refuse_other_than_loopback()
     except (ConnectionError, RuntimeError, TimeoutError) as error:
-        where = f"at {cluster.address}" if cluster.address else "on this machine"
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        if not cluster.address:
+            raise EngineError(
+                f"Ray can't be started on this machine ({first}): see why in its logs."
+            ) from error
         raise EngineError(
-            f"Ray {where} can't be used ({first}): check cluster.address, or remove it to start "
-            "Ray on this machine."
+            f"Ray at {cluster.address} can't be joined ({first}): check cluster.address and, if "
+            "the cluster asks for a token, set RAY_AUTH_MODE=token and the token as Ray's "
+            "documentation says; or remove the address to start Ray on this machine."
         ) from error
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, with or without a port, is of this machine alone."""
+    host = address.rpartition(":")[0] or address
+    return host == "localhost" or host.startswith("127.") or host.strip("[]") == "::1"
+
+
+def go_there() -> None:
+    """Have a process work in the folder that the run was started in, where its machine has it."""
+    folder = os.environ[STARTED_IN]
+    if os.path.isdir(folder):
+        os.chdir(folder)
 
 
 def _refuse_other_than_loopback() -> None:

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from trustbatch.cluster.driver import Train
+from trustbatch.cluster.interface import stay_on_interface
 from trustbatch.cluster.placement import Places, machines
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError, EngineError, TrustbatchError
 from trustbatch.plan.demand import Demand
-from trustbatch.ranks import joined_ranks
+from trustbatch.ranks import DEADLINE, joined_ranks
 from trustbatch.tasks import Task
 from trustbatch.tasks.problems import ProblemTask
 
@@ -35,17 +37,36 @@ class TrainerActor:
         # Ray shows it one GPU only: it is the first of its kind wherever it runs
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        stay_on_interface(ray.util.get_node_ip_address())
+        self.rank, self.num_ranks = rank, num_ranks
+        self._listener: socket.socket | None = None
 
-    def free_address(self) -> str:
-        """Return where the ranks of several machines can meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    def listen(self) -> tuple[str, int]:
+        """Return where ranks of several machines can meet: by Ray's address of this one only."""
+        address = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        return address, self._listener.getsockname()[1]
 
-    def train(self, train: Train, config: Config, task: Task | None, meet_at: str) -> "RunResult":
-        """Meet the other ranks and train with them."""
-        with joined_ranks(config.model.device, meet_at=meet_at):
+    def train(
+        self, train: Train, config: Config, task: Task | None, meet_at: Path | tuple[str, int]
+    ) -> "RunResult":
+        """Meet the other ranks, at a file or an address, and train with them."""
+        with joined_ranks(config.model.device, store=self._store(meet_at)):
             return train(config, task)
+
+    def _store(self, meet_at: Path | tuple[str, int]) -> Store:
+        if isinstance(meet_at, Path):
+            return FileStore(str(meet_at), self.num_ranks)
+        return TCPStore(
+            *meet_at,
+            world_size=self.num_ranks,
+            is_master=self.rank == 0,
+            timeout=DEADLINE,
+            wait_for_workers=False,
+            # without one the store would listen to the whole network
+            master_listen_fd=self._listener.detach() if self._listener else None,
+        )
 
 
 def train_together(config: Config, task: Task | None, train: Train) -> "RunResult":
@@ -68,13 +89,23 @@ def train_together(config: Config, task: Task | None, train: Train) -> "RunResul
                 for rank in range(cluster.trainers)
             ]
             # on one machine they meet in a file: a store would listen to the whole network
-            meet_at = (Path(folder) / "meeting").as_uri()
+            meet_at = Path(folder) / "meeting"
             if cluster.address:
-                meet_at = ray.get(actors[0].free_address.remote(), timeout=cluster.start_seconds)
+                meet_at = _listening(actors[0], cluster.start_seconds)
             calls = [actor.train.remote(train, config, task, meet_at) for actor in actors]
             return _first_result(calls)
         finally:
             places.close()  # which ends the trainers, and so the engines
+
+
+def _listening(actor: Any, seconds: float) -> tuple[str, int]:
+    try:
+        return ray.get(actor.listen.remote(), timeout=seconds)
+    except GetTimeoutError as error:
+        raise EngineError(
+            f"The first trainer did not start within {seconds:.0f} seconds: raise "
+            "cluster.start_seconds, or see what holds it up in Ray's logs."
+        ) from error
 
 
 def _first_result(calls: list[Any]) -> "RunResult":
