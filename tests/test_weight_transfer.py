@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_cluster import assert_same, kill_meanwhile, run
+from tests.test_cluster import LOOPBACK, assert_same, kill_meanwhile, listening, run
 from torch import Tensor
 
 from trustbatch.cluster.ray_runtime import joined_ray
@@ -91,6 +91,8 @@ def test_versions_are_kept_until_they_are_forgotten_and_come_unchanged(
     for version in (1, 0, 2):  # an engine may be asked for any of them
         assert_equal(list(published[version].tensors()), weights[version])
     assert len(publisher._links) == 1
+    # the postbox, and gloo at both ends
+    assert {address for _, address in listening({os.getpid()})} <= set(LOOPBACK)
 
     publisher.forget(published[0])
     publisher.forget(published[1])
