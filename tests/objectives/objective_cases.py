@@ -26,6 +26,7 @@ CASES: list[tuple[str, Options]] = [
     ("p3o", {}),
     ("p3o", {"kl": "k3"}),
     ("p3o", {"kl": "top_k"}),
+    ("p3o", {"kl": "none"}),
     ("two_anchor", {}),
     ("two_anchor", {"kl": "k3"}),
     ("two_anchor", {"kl": "top_k"}),

@@ -254,6 +254,8 @@ def token_terms(
         ess = {"ess": e, "behaviour": e_b, "proximal": e_prox}
     weight = np.minimum(r, e)
     value, slope = -weight * a * t.logp, -weight * a
+    if kl == "none":
+        return value, slope, None, ess
     if w_b + w_prox <= 0:
         return value, slope, None if kl != "top_k" else np.zeros_like(t.top_logp), ess
     if kl == "top_k":

@@ -99,6 +99,7 @@ def test_p3o_by_hand_with_each_kl_from_samples() -> None:
     assert loss_of("p3o", tokens, kl="importance") == pytest.approx(importance, abs=1e-12)
     k3 = -0.4 * log(3) + 0.1 * (log(3) - 2 / 3)
     assert loss_of("p3o", tokens, kl="k3") == pytest.approx(k3, abs=1e-12)
+    assert loss_of("p3o", tokens, kl="none") == pytest.approx(-0.4 * log(3), abs=1e-12)
 
 
 def test_p3o_by_hand_keeps_a_ratio_below_the_cap() -> None:

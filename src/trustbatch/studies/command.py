@@ -4,9 +4,9 @@ import argparse
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +15,9 @@ from trustbatch.errors import ConfigError, did_you_mean
 from trustbatch.studies.definitions import DEFINITIONS
 from trustbatch.studies.scales.scale import Scale, set_key
 from trustbatch.studies.study import Arm, Study
+
+if TYPE_CHECKING:  # imports torch, for which --list need not wait
+    from trustbatch.studies.job import Job
 
 SCALES = ("cpu", "gpu", "paper")
 BENCHMARKS = "benchmarks"
@@ -28,7 +31,7 @@ def add_study_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="default cpu")
     parser.add_argument("--seeds", help="0,1,2 are these three, 5 is the first five")
     parser.add_argument("--arms", help="some of the arms: p3o,grpo-0.2")
-    parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--steps", type=_whole, help="of each run")
     parser.add_argument("--model", help="folder or name of the model that is trained")
     parser.add_argument("--second-model", help="the one that draws a share, where a study mixes")
     parser.add_argument("--task", choices=("gsm8k", "deepscaler"), help="of the gpu scale")
@@ -36,8 +39,8 @@ def add_study_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", help="folder of the study; runs/studies/NAME-SCALE unless given")
     parser.add_argument("--models", help="folder for tiny models; models beside --out unless given")
     parser.add_argument("--from", dest="source", help="study whose checkpoints are evaluated")
-    parser.add_argument("--parallel", type=int, default=1, help="runs at a time, default 1")
-    parser.add_argument("--minutes", type=float, help="stop before; the same command goes on")
+    parser.add_argument("--parallel", type=_whole, default=1, help="runs at a time, default 1")
+    parser.add_argument("--minutes", type=_minutes, help="stop before; the same command goes on")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a key for all arms"
     )
@@ -45,6 +48,23 @@ def add_study_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show arms and plan; run nothing")
     parser.add_argument("--page-only", action="store_true", help="write the page of what is there")
     parser.add_argument("--retry-failed", action="store_true", help="try failed runs once more")
+
+
+def _whole(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return number
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0.0 < minutes < 100_000.0:
+        raise argparse.ArgumentTypeError(f"must be a number of minutes above 0, not {text!r}")
+    return minutes
 
 
 def study_command(options: argparse.Namespace, words: Sequence[str]) -> int:
@@ -62,39 +82,54 @@ def study_command(options: argparse.Namespace, words: Sequence[str]) -> int:
     if options.page_only:
         return _write_page(console, out)
     models = Path(options.models or out.parent / "models")
-    scale = _scale(options)
-    if options.name == BENCHMARKS:
-        from trustbatch.studies.definitions.benchmarks import benchmark_jobs, benchmarks
-
-        if options.source is None:
-            raise ConfigError(
-                "The study benchmarks needs --from, the folder of a study that has trained."
-            )
-        study = _chosen(benchmarks(scale, Path(options.source)), options)
-    else:
-        study = _chosen(DEFINITIONS[options.name](scale), options)
+    study, scale = requested_study(options)
     if options.dry_run:
         from trustbatch.studies.dry_run import show_plan
 
         show_plan(console, study, scale, out=out, models=models)
         return 0
+    jobs = _jobs(options, study, scale, out=out, models=models)
+    return _run(console, study, scale, jobs, options, out=out, words=words)
+
+
+def requested_study(options: argparse.Namespace) -> tuple[Study, Scale]:
+    """Return what is compared, with what the command line changes for all arms."""
+    scale = _scale(options)
+    return _chosen(_defined(options, scale), options), scale
+
+
+def _defined(options: argparse.Namespace, scale: Scale) -> Study:
+    if options.name != BENCHMARKS:
+        return DEFINITIONS[options.name](scale)
+    from trustbatch.studies.definitions.benchmarks import benchmarks
+
+    if options.source is None:
+        raise ConfigError(
+            "The study benchmarks needs --from, the folder of a study that has trained."
+        )
+    return benchmarks(scale, Path(options.source))
+
+
+def _jobs(
+    options: argparse.Namespace, study: Study, scale: Scale, *, out: Path, models: Path
+) -> "list[Job]":
     if options.name == BENCHMARKS:
-        jobs = benchmark_jobs(
+        from trustbatch.studies.definitions.benchmarks import benchmark_jobs
+
+        return benchmark_jobs(
             study, scale, source=Path(options.source), out=out, models=models, data=options.data
         )
-    else:
-        from trustbatch.studies.planned_jobs import training_jobs
+    from trustbatch.studies.planned_jobs import training_jobs
 
-        held_out = None if options.no_eval else scale.held_out
-        jobs = training_jobs(study, out=out, models=models, held_out=held_out)
-    return _run(console, study, scale, jobs, options, out=out, words=words)
+    held_out = None if options.no_eval else scale.held_out
+    return training_jobs(study, out=out, models=models, held_out=held_out)
 
 
 def _run(
     console: Console,
     study: Study,
     scale: Scale,
-    jobs: list[Any],
+    jobs: "list[Job]",
     options: argparse.Namespace,
     *,
     out: Path,
@@ -106,7 +141,8 @@ def _run(
 
     pace = Pace(
         parallel=options.parallel,
-        seconds=None if options.minutes is None else 60 * options.minutes,
+        # the last checkpoint must be written before the time is over
+        seconds=None if options.minutes is None else 60 * options.minutes - scale.end_seconds,
         least_seconds=scale.least_seconds,
         threads=scale.threads,
     )
@@ -115,7 +151,7 @@ def _run(
     about = {
         "command": shlex.join(["trustbatch", *words]),
         "environment": describe_environment(),
-        "held_out": None if options.no_eval else _described(scale.held_out),
+        "held_out": None if options.no_eval or not scale.held_out else asdict(scale.held_out),
     }
     try:
         folder.write(study, about=about, state="running")
@@ -148,12 +184,6 @@ def _write_page(console: Console, out: Path) -> int:
     for table in tables:
         console.print(f"Curves  {table}", markup=False)
     return 0
-
-
-def _described(held_out: Any) -> dict[str, Any] | None:
-    from dataclasses import asdict
-
-    return None if held_out is None else asdict(held_out)
 
 
 def _show_studies(console: Console) -> None:

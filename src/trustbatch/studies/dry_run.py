@@ -41,7 +41,7 @@ def show_plan(console: Console, study: Study, scale: Scale, *, out: Path, models
         names = ", ".join(map(str, missing))
         console.print(f"model       {names}: made at the start, 0.3M parameters", markup=False)
         return
-    memory = scale.gpu_memory_gib * GIB if scale.gpu_memory_gib else None
+    memory = None if scale.gpu_memory_gib is None else scale.gpu_memory_gib * GIB
     trainers = config.cluster.trainers if config.cluster is not None else None
     hardware = find_hardware(config, num_gpus=trainers, gpu_memory=memory)
     console.print(describe_plan(config, hardware=hardware), markup=False)

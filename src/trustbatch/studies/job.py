@@ -34,6 +34,11 @@ class Job:
         return Path(self.folder)
 
     @property
+    def is_compared(self) -> bool:
+        """Whether it is a part of the study, and not made for one."""
+        return self.kind != "make_model"
+
+    @property
     def has_failed(self) -> bool:
         """Whether an earlier try left a failure."""
         return (self.path / FAILURE_FILE).is_file()

@@ -66,7 +66,9 @@ class _Runner:
         ]
         self._waiting = [job for job in jobs if job not in finished and job not in failed]
         self._tally = Tally(
-            total=len(jobs), done=len(finished), failed=[job.name for job in failed]
+            total=sum(job.is_compared for job in jobs),
+            done=sum(job.is_compared for job in finished),
+            failed=[job.name for job in failed],
         )
         self._begin = time.monotonic()
         self._until = None if pace.seconds is None else time.time() + pace.seconds
@@ -87,12 +89,10 @@ class _Runner:
                 self._wait_for_stop()
         finally:
             self._crew.close()
-        done = {job.name for job in self._jobs if job.is_done}
         failed = set(self._tally.failed)
-        self._tally.done = len(done)
-        self._tally.left = [
-            job.name for job in self._jobs if job.name not in done and job.name not in failed
-        ]
+        compared = [job for job in self._jobs if job.is_compared and job.name not in failed]
+        self._tally.left = [job.name for job in compared if not job.is_done]
+        self._tally.done = len(compared) - len(self._tally.left)
         return self._tally
 
     def _work(self) -> None:
@@ -102,6 +102,8 @@ class _Runner:
                 return  # no time for those that wait
             self._hear(LOOK_SECONDS)
             self._show()
+            if self._until is not None and time.time() > self._until + STOP_SECONDS:
+                return  # a worker that does not stop is ended; its last checkpoint remains
 
     def _wait_for_stop(self) -> None:
         deadline = time.monotonic() + STOP_SECONDS
@@ -139,7 +141,7 @@ class _Runner:
             elif outcome == "failed" and job is not None:
                 self._note_failure(job)
             elif outcome == "finished":
-                self._tally.done += 1
+                self._tally.done += job is not None and job.is_compared
             self._num_ended_now += 1
 
     def _bury(self, worker: WorkerProcess, job: Job | None) -> None:
@@ -149,7 +151,7 @@ class _Runner:
             self._fail(job, f"The process that worked on it {death}.", words)
 
     def _fail(self, job: Job, error: str, words: str) -> None:
-        if job.kind != "make_model":
+        if job.is_compared:
             write_failure(job.path, error, words)
         self._note_failure(job)
 

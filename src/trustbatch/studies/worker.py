@@ -50,7 +50,7 @@ class Worker:
             line = first[0] if first else type(error).__name__
             if not isinstance(error, TrustbatchError):
                 line = f"{type(error).__name__}: {line}"
-            if job.kind != "make_model":
+            if job.is_compared:
                 write_failure(job.path, line[:LONGEST_LINE], traceback.format_exc())
             traceback.print_exc()
             return "failed"
@@ -75,6 +75,7 @@ class Worker:
         from trustbatch.api import train_config
         from trustbatch.config import parse_config
         from trustbatch.studies.held_out import evaluate_held_out
+        from trustbatch.studies.weights_only import keep_weights_only
 
         if not job.is_trained:
             config = parse_config(job.details["tree"])
@@ -89,6 +90,7 @@ class Worker:
                 model=job.details["tree"]["model"],
                 file=job.path / EVALUATION_FILE,
             )
+        keep_weights_only(checkpoint)
         return "finished"
 
 

@@ -28,7 +28,7 @@ def gpu_scale(*, task: str = "gsm8k", data: str | None = None) -> Scale:
             "rollout": {"prompts_per_step": 48, "samples_per_prompt": 8, "max_tokens": max_tokens},
             "training": {
                 "steps": STEPS,
-                "mini_batches": 4,
+                "mini_batches": 8,
                 "learning_rate": 4e-6,
                 "micro_batch_tokens": 16384,
                 "compile": True,
@@ -49,6 +49,7 @@ def gpu_scale(*, task: str = "gsm8k", data: str | None = None) -> Scale:
         ),
         suite=Suite(tasks=[{"name": name} for name in BENCHMARKS], max_tokens=2048),
         least_seconds=60.0,
+        end_seconds=30.0,
     )
 
 

@@ -11,7 +11,7 @@ from trustbatch.studies.scales.gpu import BENCHMARKS, from_folder
 from trustbatch.studies.scales.scale import Scale, Suite
 
 SAMPLES_PER_PROMPT = 4
-"""not in the paper's tables; with it, 2 rollout GPUs x 64 prompts are the 512 samples of an epoch"""
+"""not in the paper's tables; with it, 512 samples are 64 prompts for each of 2 rollout GPUs"""
 STEPS = 30
 """not in the paper's tables; its last evaluated checkpoint is that of iteration 30"""
 
@@ -50,6 +50,7 @@ def paper_scale(*, data: str | None = None) -> Scale:
             engine="vllm",
         ),
         least_seconds=300.0,
+        end_seconds=600.0,
         gpu_memory_gib=80.0,
     )
 

@@ -54,9 +54,10 @@ class Scale:
     """of each process that trains; what is there unless told"""
     least_seconds: float = 0.0
     """time left below which no run is started"""
-    gpus: int = 0
-    """that a plan counts on; those of this machine unless told"""
-    gpu_memory_gib: float = 0.0
+    end_seconds: float = 0.0
+    """that a run which is asked to stop takes for its step and its checkpoint"""
+    gpu_memory_gib: float | None = None
+    """of the GPUs that a plan counts on; this machine's unless told"""
 
     def base_of(self, family: str) -> dict[str, Any]:
         """Return the configuration of a kind of runs."""
