@@ -64,11 +64,11 @@ def only_run(folder: Path, rewards: list[float], **more: Any) -> StudyRun:
 
 
 def test_final_best_and_collapse_are_those_of_windows(tmp_path: Path) -> None:
-    # 20 steps: windows of 5; those that end at step 10 + j hold j times 0.2: 0.8 - 0.12 j,
+    # 20 steps: windows of 5; those that end at step 10 + j hold j times 0.28: 0.8 - 0.104 j,
     # which is below 0.4 from j = 4 on
-    run = only_run(tmp_path, level(0.8) + level(0.2))
+    run = only_run(tmp_path, level(0.8) + level(0.28))
     assert run.window == 5
-    assert run.final_reward == pytest.approx(0.2)
+    assert run.final_reward == pytest.approx(0.28)
     assert run.best_reward == pytest.approx(0.8)
     assert run.collapse_step == 14
 
