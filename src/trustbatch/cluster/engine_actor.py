@@ -160,4 +160,4 @@ def _on_host(completion: Completion) -> Completion:
 
 
 RemoteEngine = ray.remote(EngineActor)
-RemoteEngineInFlight = ray.remote(concurrency_groups={OFFERS: 1})(EngineActor)
+RemoteEngineInFlight = ray.remote(concurrency_groups={OFFERS: 1})(EngineActor)  # type: ignore[call-overload]
