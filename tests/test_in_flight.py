@@ -1,5 +1,6 @@
 """In-flight updates: a completion may span versions, and each of its tokens knows its own."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -409,9 +410,10 @@ def kill_an_engine(folder: Path, *, after_step: int) -> threading.Thread:
             assert time.monotonic() < deadline, f"step {after_step} is never done"
             time.sleep(0.01)
         for process in Path("/proc").glob("[0-9]*"):
-            if (process / "cmdline").read_bytes().startswith(b"ray::EngineActor"):
-                os.kill(int(process.name), signal.SIGKILL)
-                return
+            with contextlib.suppress(OSError):  # processes of others end at any time
+                if (process / "cmdline").read_bytes().startswith(b"ray::EngineActor"):
+                    os.kill(int(process.name), signal.SIGKILL)
+                    return
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
