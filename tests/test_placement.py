@@ -23,10 +23,10 @@ def config_with(cluster: dict[str, Any], *, device: str = "auto", **rollout: Any
 
 @pytest.fixture(scope="module")
 def ray_with_gpus() -> Iterator[None]:
-    """A Ray of four processes that believes in two GPUs."""
+    """A Ray of four processes that believes in three GPUs."""
     os.environ.update(QUIET | LOOPBACK)  # Ray reads them when it is imported
     ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=4, num_gpus=3, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -118,7 +118,7 @@ def test_what_can_never_be_placed_is_refused_at_once(
 def test_a_run_that_ray_can_not_hold_ends_before_anything_is_loaded(ray_with_gpus: None) -> None:
     from trustbatch.api import train_config
 
-    with pytest.raises(ConfigError, match="Ray has 2 GPU in all, and the run needs 9"):
+    with pytest.raises(ConfigError, match="Ray has 3 GPU in all, and the run needs 9"):
         train_config(config_with({"trainers": 6, "engines": 3}))
 
 
@@ -152,7 +152,7 @@ def test_a_new_actor_gets_the_gpu_of_a_hung_one_when_that_is_gone(ray_with_gpus:
 
     try:
         gpus = [ask(0)[1], ask(1)[1]]
-        assert sorted(gpus) == ["0", "1"]
+        assert len(set(gpus)) == 2  # of three: a process without a place could have another one
         hung, _ = ask(1)
         os.kill(hung, signal.SIGSTOP)
         crew.run([0, 1], lambda actor, _: actor.who.remote(), lambda *_: None)
@@ -167,10 +167,10 @@ def test_a_new_actor_gets_the_gpu_of_a_hung_one_when_that_is_gone(ray_with_gpus:
 def test_room_that_others_have_is_waited_for_and_then_spoken_of(ray_with_gpus: None) -> None:
     from trustbatch.cluster.placement import Places
 
-    first = Places(Bundles("engine", "cluster.engines", 2, gpus=1.0), seconds=30.0)
+    first = Places(Bundles("engine", "cluster.engines", 3, gpus=1.0), seconds=30.0)
     sentence = (
         r"no room within 1 seconds \(cluster.start_seconds\) for cluster.engines = 1 with 1 CPU "
-        r"and 1 GPU each: of 4 CPU and 2 GPU in all, 2 CPU and 0 GPU are free; lower cluster.engi"
+        r"and 1 GPU each: of 4 CPU and 3 GPU in all, 1 CPU and 0 GPU are free; lower cluster.engi"
     )
     try:
         with pytest.raises(EngineError, match=sentence):
@@ -178,5 +178,5 @@ def test_room_that_others_have_is_waited_for_and_then_spoken_of(ray_with_gpus: N
     finally:
         first.close()
     started = time.monotonic()
-    Places(Bundles("engine", "cluster.engines", 2, gpus=1.0), seconds=30.0).close()
+    Places(Bundles("engine", "cluster.engines", 3, gpus=1.0), seconds=30.0).close()
     assert time.monotonic() - started < 20
