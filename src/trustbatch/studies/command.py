@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from trustbatch.studies.study import Arm, Study
 
 if TYPE_CHECKING:  # imports torch, for which --list need not wait
     from trustbatch.studies.job import Job
+    from trustbatch.studies.runner import Pace
 
 SCALES = ("cpu", "gpu", "paper")
 BENCHMARKS = "benchmarks"
@@ -69,6 +71,7 @@ def _minutes(text: str) -> float:
 
 def study_command(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Do what `trustbatch study` was asked; returns the exit status."""
+    began = time.monotonic()
     console = Console(soft_wrap=True, highlight=False)
     if options.list:
         _show_studies(console)
@@ -88,8 +91,20 @@ def study_command(options: argparse.Namespace, words: Sequence[str]) -> int:
 
         show_plan(console, study, scale, out=out, models=models)
         return 0
+    from trustbatch.studies.runner import Pace
+
     jobs = _jobs(options, study, scale, out=out, models=models)
-    return _run(console, study, scale, jobs, options, out=out, words=words)
+    seconds = None
+    if options.minutes is not None:
+        # the last checkpoint and the page must be written before the time is over
+        seconds = began + 60 * options.minutes - scale.end_seconds - time.monotonic()
+    pace = Pace(
+        parallel=options.parallel,
+        seconds=seconds,
+        least_seconds=scale.least_seconds,
+        threads=scale.threads,
+    )
+    return _run(console, study, scale, jobs, options, pace=pace, out=out, words=words)
 
 
 def requested_study(options: argparse.Namespace) -> tuple[Study, Scale]:
@@ -132,20 +147,14 @@ def _run(
     jobs: "list[Job]",
     options: argparse.Namespace,
     *,
+    pace: "Pace",
     out: Path,
     words: Sequence[str],
 ) -> int:
     from trustbatch.observe.run_folder import describe_environment
     from trustbatch.studies.folder import StudyFolder
-    from trustbatch.studies.runner import Pace, run_jobs
+    from trustbatch.studies.runner import run_jobs
 
-    pace = Pace(
-        parallel=options.parallel,
-        # the last checkpoint must be written before the time is over
-        seconds=None if options.minutes is None else 60 * options.minutes - scale.end_seconds,
-        least_seconds=scale.least_seconds,
-        threads=scale.threads,
-    )
     folder = StudyFolder(out)
     lock = folder.lock()
     about = {

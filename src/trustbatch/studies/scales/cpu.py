@@ -42,5 +42,5 @@ def cpu_scale() -> Scale:
         # sums depend on the number of threads in their last bits
         threads=1,
         least_seconds=2.0,
-        end_seconds=2.0,
+        end_seconds=5.0,
     )

@@ -49,7 +49,7 @@ def gpu_scale(*, task: str = "gsm8k", data: str | None = None) -> Scale:
         ),
         suite=Suite(tasks=[{"name": name} for name in BENCHMARKS], max_tokens=2048),
         least_seconds=60.0,
-        end_seconds=30.0,
+        end_seconds=45.0,
     )
 
 
