@@ -1,3 +1,4 @@
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,6 +175,16 @@ def test_engine_copies_the_weights_of_another_policy(policy: Policy, tiny_folder
     for mine, theirs in zip(policy.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
         assert mine.data_ptr() != theirs.data_ptr()
+
+
+def test_a_completion_takes_its_own_tokens_to_another_process(policy: Policy) -> None:
+    """Tensors that are views are pickled with all that they are views of."""
+    few, many = (
+        NativeEngine(policy, seed=0).generate(make_requests(policy, PROMPTS[:n], top_logprobs=8))
+        for n in (1, 5)
+    )
+    assert tokens(many)[0] == tokens(few)[0]
+    assert len(pickle.dumps(many[0])) == len(pickle.dumps(few[0]))
 
 
 def test_generation_leaves_no_gradient(policy: Policy) -> None:

@@ -387,8 +387,9 @@ class _Ledger:
         # stable: the positions of a row stay in the order in which they were drawn
         order = slots.argsort(stable=True)
         names, lengths = slots[order].unique_consecutive(return_counts=True)
+        # copies: a view would take the tokens of all other rows along to another process
         columns = [
-            torch.cat(parts)[order].split(lengths.tolist())
+            [part.clone() for part in torch.cat(parts)[order].split(lengths.tolist())]
             for parts in zip(*(part.tensors() for part in self.parts), strict=True)
         ]
         nothing = [[None] * len(names)] * (4 - len(columns))
