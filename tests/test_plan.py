@@ -208,6 +208,9 @@ def test_reference_second_policies_and_vllm(tiny_folder: Path) -> None:
     asleep = replace(Setting.of(config), vllm_sleeps=True)
     assert "vLLM" not in parts_of(estimator, "train", asleep)
     assert parts_of(estimator, "generate", asleep)["vLLM"] == 0.3 * 80 * GIB
+    mixed = parts_of(estimator_of(config_of(tiny_folder, rollout=vllm | rollout)), "train")
+    assert "second policies" not in mixed
+    assert mixed["vLLM"] == 2 * 0.3 * 80 * GIB
     vllm["vllm"]["devices"] = "1"  # type: ignore[index]
     assert "vLLM" not in parts_of(estimator_of(config_of(tiny_folder, rollout=vllm)), "train")
 
@@ -451,6 +454,14 @@ def test_a_cluster_has_trainers_without_an_engine_and_engines_without_a_trainer(
     alone = parts_of(estimator_of(crowded.model_copy(update={"cluster": ClusterConfig()})), "train")
     assert alone["parameters"] == 4 * PARAMETERS  # on the only GPU all is there at once
     assert alone["engine's parameters"] == 2 * 4 * PARAMETERS
+
+
+def test_the_policy_that_vllm_copies_in_a_cluster_is_in_host_memory(tiny_folder: Path) -> None:
+    config = config_of(
+        tiny_folder, cluster={"trainers": 6, "engines": 2}, rollout={"engine": "vllm"}
+    )
+    parts = parts_of(estimator_of(config, find_hardware(config, gpu_memory=80 * GIB)), "generate")
+    assert parts == {"vLLM": pytest.approx(0.4 * 80 * GIB)}
 
 
 def test_the_plan_of_the_paper_s_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,7 +238,10 @@ def test_a_dry_run_of_the_paper_needs_neither_hub_nor_gpu(
     shown = capsys.readouterr().out
     assert "4,022,468,096 parameters" in shown
     assert "8,190,735,360 parameters" in shown
-    assert "6 GPUs train, 2 draw" in shown
+    assert "6 trainers with 1 CPU and 1 GPU each" in shown
+    assert "2 engines with 1 CPU and 1 GPU each" in shown
+    assert "which is 8 GPU of Ray's 8" in shown
+    assert " fits: needs" in shown
 
 
 @pytest.mark.parametrize(

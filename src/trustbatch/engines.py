@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
-from trustbatch.policy import Policy
+from trustbatch.policy import Policy, default_precision
 from trustbatch.ranks import num_ranks, rank_device, this_rank
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.in_parts import EngineInParts
@@ -130,15 +130,20 @@ def _build(
 
 
 def load_second_policies(config: Config, trained: Policy) -> list[Policy]:
-    """Load the models of [[rollout.policies]], or refuse one that can't speak for the trained."""
+    """Load the models of [[rollout.policies]], or refuse one that can't speak for the trained.
+
+    Those of vLLM stay in host memory: it has copies of its own.
+    """
+    device = rank_device(config.model.device)
     frozen = []
     for second in config.rollout.policies:
         name = second.policy_name
+        precision = second.precision or config.model.precision
         try:
             policy = Policy.load(
                 second.model,
-                device=str(rank_device(config.model.device)),
-                precision=second.precision or config.model.precision,
+                device="cpu" if config.rollout.engine == "vllm" else str(device),
+                precision=default_precision(device.type) if precision == "auto" else precision,
                 trust_remote_code=second.trust_remote_code,
             )
         except ConfigError as error:

@@ -121,10 +121,14 @@ class Estimator:
         return engines, [*trainer, *train]
 
     def _engines_on_a_gpu(self, bundles: Bundles, generate: list[Part]) -> list[Part]:
-        """Parts of the engines that share one GPU; each has a policy of its own."""
+        """Parts of the engines that share one GPU; each has a policy of its own.
+
+        That of vLLM lies in host memory, and what vLLM takes is its own affair.
+        """
         number = min(math.floor(1 / bundles.gpus), bundles.size) if 0 < bundles.gpus < 1 else 1
+        is_native = self.config.rollout.engine == "native"
         of_one = [
-            Part("engine's parameters", FLOAT32 * self.outline.num_parameters),
+            Part("engine's parameters", is_native * FLOAT32 * self.outline.num_parameters),
             Part("engine's weights", self._engine_weights(self.outline, is_sharded=False)),
             Part("second policies", self._second_policies()),
             *generate,
@@ -172,6 +176,8 @@ class Estimator:
         ).num_parameters
 
     def _second_policies(self) -> float:
+        if self.config.rollout.engine != "native":
+            return 0.0  # vLLM's are in host memory
         outlines = [
             ModelOutline.read(second.model, trust_remote_code=second.trust_remote_code)
             for second in self.config.rollout.policies

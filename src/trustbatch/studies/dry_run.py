@@ -42,14 +42,8 @@ def show_plan(console: Console, study: Study, scale: Scale, *, out: Path, models
         console.print(f"model       {names}: made at the start, 0.3M parameters", markup=False)
         return
     memory = None if scale.gpu_memory_gib is None else scale.gpu_memory_gib * GIB
-    trainers = config.cluster.trainers if config.cluster is not None else None
-    hardware = find_hardware(config, num_gpus=trainers, gpu_memory=memory)
+    hardware = find_hardware(config, gpu_memory=memory)
     console.print(describe_plan(config, hardware=hardware), markup=False)
-    if config.cluster is not None:
-        console.print(
-            f"cluster     {config.cluster.trainers} GPUs train, {config.cluster.engines} draw",
-            markup=False,
-        )
 
 
 def _shown(value: Any) -> str:

@@ -24,7 +24,8 @@ def paper_scale(*, data: str | None = None) -> Scale:
         base=_base(data),
         families={
             "temperature": long,
-            "mixing": long,
+            # each GPU that draws has the other model as well
+            "mixing": {**long, "rollout.vllm.gpu_memory_utilisation": 0.45},
             "two_anchor": long,
             "fp8": {
                 "model.name": "Qwen/Qwen3-8B-Base",
