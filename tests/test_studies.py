@@ -23,6 +23,7 @@ from trustbatch.observe.run_folder import read_metrics
 from trustbatch.policy import count_parameters
 from trustbatch.studies.command import add_study_arguments, requested_study
 from trustbatch.studies.definitions import DEFINITIONS
+from trustbatch.studies.definitions.benchmarks import BASE_MODEL
 from trustbatch.studies.folder import StudyFolder
 from trustbatch.studies.job import Job
 from trustbatch.studies.planned_jobs import training_jobs
@@ -386,6 +387,26 @@ def test_a_folder_holds_one_study_and_gathers_its_arms(tmp_path: Path, tiny_fold
     other = replace(study, base={**study.base, "seed": 5})
     with pytest.raises(ConfigError, match="another configuration"):
         folder.write(other, about={}, state="running")
+
+
+def test_benchmarks_of_two_studies_do_not_share_a_folder(tmp_path: Path) -> None:
+    study = DEFINITIONS["clip"](SCALES["cpu"])
+    base = Arm(name=BASE_MODEL, label="Base model", changes={})
+    study = replace(study, name="benchmarks", arms=(base, *study.arms))
+    folder = StudyFolder(tmp_path)
+    folder.write(study, about={}, state="finished")
+    folder.write(study, about={}, state="finished")
+    with pytest.raises(ConfigError, match="another configuration"):
+        folder.write(replace(study, base={"seed": 5}), about={}, state="running")
+    with pytest.raises(ConfigError, match="another title"):
+        folder.write(replace(study, title="Benchmarks of async"), about={}, state="running")
+
+
+def test_too_few_minutes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "study"
+    assert main(["study", "clip", "--minutes", "0.1", "--out", str(out)]) == 2
+    assert "give more than 0.12" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_job_travels_as_json(tiny_folder: Path, tmp_path: Path) -> None:
