@@ -63,6 +63,7 @@ def benchmark_jobs(
                     folder=str(out / EVALUATIONS / name),
                     details={
                         "model": tree["model"]["name"] if is_base else str(checkpoint),
+                        "is_checkpoint": not is_base,
                         "tables": {
                             key: value for key, value in tree["model"].items() if key != "name"
                         },
