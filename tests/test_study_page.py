@@ -370,8 +370,9 @@ def test_several_regimes_are_compared_each_within_itself(tmp_path: Path) -> None
     found = judge(read_study(tmp_path))
     assert [each.first.regime_label for each in found.differences] == ["lag 2", "lag 8"]
     assert found.sentences == (
-        "Of 2 comparisons in 2 regimes, P3O is clearly better in 1 (DAPO by +0.298, lag 8) and "
-        "clearly worse in 0, by final reward paired over seeds; the other 1 can't be told.",
+        "Of 2 comparisons in 2 regimes, P3O is clearly better in 1 (lag 8: DAPO by +0.298, +0.260 "
+        "to +0.336) and clearly worse in 0, and 1 can't be told: differences in final reward with "
+        "95% intervals, paired over seeds.",
         "1-ESS of P3O rose to between 0.02 (lag 2) and 0.2 (lag 8) (highest mean over a tenth of "
         "the steps).",
     )
