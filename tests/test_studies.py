@@ -23,6 +23,7 @@ from trustbatch.observe.run_folder import read_metrics
 from trustbatch.policy import count_parameters
 from trustbatch.studies.command import add_study_arguments, requested_study
 from trustbatch.studies.definitions import DEFINITIONS
+from trustbatch.studies.definitions.benchmarks import BASE_MODEL, benchmark_jobs, benchmarks
 from trustbatch.studies.folder import StudyFolder
 from trustbatch.studies.job import Job
 from trustbatch.studies.planned_jobs import training_jobs
@@ -147,6 +148,29 @@ def test_benchmarks_and_hardware_are_those_of_the_paper() -> None:
             assert config.rollout.vllm.tensor_parallel == 1
             assert config.model.precision == "bfloat16"
             assert config.task.name == "deepscaler"
+
+
+@pytest.mark.parametrize(("name", "max_tokens"), [("clip", 4096), ("fp8", 16384)])
+def test_benchmarks_have_the_tokens_of_their_family(
+    name: str, max_tokens: int, tmp_path: Path
+) -> None:
+    # tab:evaluation_params: "4K benchmark eval family (clip + temperature)", "16K ... (FP8)"
+    trained = DEFINITIONS[name](SCALES["paper"])
+    StudyFolder(tmp_path).write(trained, about={}, state="finished")
+    study = benchmarks(SCALES["paper"], tmp_path)
+    jobs = benchmark_jobs(
+        study, SCALES["paper"], source=tmp_path, out=tmp_path, models=tmp_path, data=None
+    )
+    assert {job.details["suite"]["max_tokens"] for job in jobs} == {max_tokens}
+    assert [job.details["is_checkpoint"] for job in jobs] == [False] + [True] * len(trained.arms)
+
+
+def test_held_out_answers_may_be_as_long_as_rollouts(tmp_path: Path) -> None:
+    for name, scale in (("fp8", SCALES["gpu"]), ("clip", SCALES["gpu"]), ("clip", SCALES["cpu"])):
+        study = DEFINITIONS[name](scale)
+        jobs = training_jobs(study, out=tmp_path, models=tmp_path, held_out=scale.held_out)
+        asked = {job.details["held_out"]["max_tokens"] for job in jobs if job.kind == "train"}
+        assert asked == {study.base["rollout"]["max_tokens"]}
 
 
 def test_the_appendix_says_how_async_mixing_and_two_anchor_were_run() -> None:
@@ -389,6 +413,26 @@ def test_a_folder_holds_one_study_and_gathers_its_arms(tmp_path: Path, tiny_fold
     other = replace(study, base={**study.base, "seed": 5})
     with pytest.raises(ConfigError, match="another configuration"):
         folder.write(other, about={}, state="running")
+
+
+def test_benchmarks_of_two_studies_do_not_share_a_folder(tmp_path: Path) -> None:
+    study = DEFINITIONS["clip"](SCALES["cpu"])
+    base = Arm(name=BASE_MODEL, label="Base model", changes={})
+    study = replace(study, name="benchmarks", arms=(base, *study.arms))
+    folder = StudyFolder(tmp_path)
+    folder.write(study, about={}, state="finished")
+    folder.write(study, about={}, state="finished")
+    with pytest.raises(ConfigError, match="another configuration"):
+        folder.write(replace(study, base={"seed": 5}), about={}, state="running")
+    with pytest.raises(ConfigError, match="another title"):
+        folder.write(replace(study, title="Benchmarks of async"), about={}, state="running")
+
+
+def test_too_few_minutes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "study"
+    assert main(["study", "clip", "--minutes", "0.1", "--out", str(out)]) == 2
+    assert "give more than 0.12" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_job_travels_as_json(tiny_folder: Path, tmp_path: Path) -> None:

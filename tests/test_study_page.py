@@ -24,7 +24,14 @@ from fake_study import (
     write_study,
 )
 from trustbatch.errors import ConfigError
-from trustbatch.studies.comparisons import Contender, Outcome, common_label, holm, mean_interval
+from trustbatch.studies.comparisons import (
+    Contender,
+    Outcome,
+    common_label,
+    holm,
+    mean_interval,
+    table_rows,
+)
 from trustbatch.studies.comparisons import PairedDifference as Difference
 from trustbatch.studies.curves_csv import all_runs_csv, paper_csv, reward_points
 from trustbatch.studies.hyper_parameters import hyper_parameters
@@ -40,6 +47,7 @@ from trustbatch.studies.results import (
 )
 from trustbatch.studies.student_t import t_probability, t_quantile
 from trustbatch.studies.study import Arm
+from trustbatch.studies.tables import arm_columns
 from trustbatch.studies.verdict import judge, verdict
 
 EVIL = '<script>alert(1)</script></pre></title><img src=x onerror=alert(2)>"\' onload="alert(3)'
@@ -362,8 +370,9 @@ def test_several_regimes_are_compared_each_within_itself(tmp_path: Path) -> None
     found = judge(read_study(tmp_path))
     assert [each.first.regime_label for each in found.differences] == ["lag 2", "lag 8"]
     assert found.sentences == (
-        "Of 2 comparisons in 2 regimes, P3O is clearly better in 1 (DAPO by +0.298, lag 8) and "
-        "clearly worse in 0, by final reward paired over seeds; the other 1 can't be told.",
+        "Of 2 comparisons in 2 regimes, P3O is clearly better in 1 (lag 8: DAPO by +0.298, +0.260 "
+        "to +0.336) and clearly worse in 0, and 1 can't be told: differences in final reward with "
+        "95% intervals, paired over seeds.",
         "1-ESS of P3O rose to between 0.02 (lag 2) and 0.2 (lag 8) (highest mean over a tenth of "
         "the steps).",
     )
@@ -445,6 +454,19 @@ def test_pass_at_k_has_a_file_of_its_own(tmp_path: Path) -> None:
     write_csv(tmp_path)
     content = (tmp_path / "curves" / "benchmarks-pass-at-k.csv").read_text()
     assert content == "k,baseline_4k,p3o\n1,0.25,0.5\n2,0.5,1.0\n"
+
+
+def test_a_family_spreads_over_its_members_on_benchmarks_too(tmp_path: Path) -> None:
+    study_of(tmp_path, *GRPO, seeds=2, name="benchmarks")
+    for arm, correct in zip(GRPO, (2, 4, 6), strict=True):
+        for seed in range(2):
+            write_evaluation(tmp_path, arm, seed, {"amc": [correct + seed]}, samples=10)
+    (family, first, *_) = table_rows(read_study(tmp_path).in_regime(""))
+    found = {column.heading: column.cells for column in arm_columns([family, first])}
+    assert found["amc: pass@1"] == [
+        "0.450 \N{PLUS-MINUS SIGN} 0.200",
+        "0.250 \N{PLUS-MINUS SIGN} 0.071",
+    ]
 
 
 # the summary

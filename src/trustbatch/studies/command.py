@@ -91,20 +91,30 @@ def study_command(options: argparse.Namespace, words: Sequence[str]) -> int:
 
         show_plan(console, study, scale, out=out, models=models)
         return 0
+    pace = _pace(options, scale, began)
+    jobs = _jobs(options, study, scale, out=out, models=models)
+    return _run(console, study, scale, jobs, options, pace=pace, out=out, words=words)
+
+
+def _pace(options: argparse.Namespace, scale: Scale, began: float) -> "Pace":
     from trustbatch.studies.runner import Pace
 
-    jobs = _jobs(options, study, scale, out=out, models=models)
     seconds = None
     if options.minutes is not None:
+        least = scale.end_seconds + scale.least_seconds
+        if 60 * options.minutes <= least:
+            raise ConfigError(
+                f"--minutes {options.minutes:g} leaves no time to start anything: give more than "
+                f"{least / 60:.2g} at the {scale.name} scale."
+            )
         # the last checkpoint and the page must be written before the time is over
         seconds = began + 60 * options.minutes - scale.end_seconds - time.monotonic()
-    pace = Pace(
+    return Pace(
         parallel=options.parallel,
         seconds=seconds,
         least_seconds=scale.least_seconds,
         threads=scale.threads,
     )
-    return _run(console, study, scale, jobs, options, pace=pace, out=out, words=words)
 
 
 def requested_study(options: argparse.Namespace) -> tuple[Study, Scale]:

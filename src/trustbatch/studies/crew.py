@@ -7,7 +7,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import IO
 
@@ -23,7 +22,6 @@ class WorkerProcess:
         self.number = number
         self.log = logs / f"worker-{number}.log"
         self.job: Job | None = None
-        self.started = 0.0
         environment = dict(os.environ)
         if threads is not None:
             environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -44,7 +42,7 @@ class WorkerProcess:
 
     def give(self, job: Job, *, until: float | None) -> None:
         """Hand out a job; one that has died is seen by its silence."""
-        self.job, self.started = job, time.monotonic()
+        self.job = job
         line = json.dumps({"job": job.to_dict(), "until": until}) + "\n"
         try:
             self._jobs.write(line.encode())
@@ -79,7 +77,9 @@ class WorkerProcess:
     def end(self) -> None:
         """Let it finish if it is idle, and kill it with all that it has started if it is not."""
         if self.job is None:
-            self._jobs.close()
+            # it may have died before it read the last job, which closing would send again
+            with contextlib.suppress(BrokenPipeError):
+                self._jobs.close()
             try:
                 self._process.wait(KILL_SECONDS)
             except subprocess.TimeoutExpired:

@@ -110,20 +110,24 @@ class StudyFolder:
 
     def _refuse_other(self, study: Study, before: Mapping[str, Any]) -> None:
         """One folder holds one study: what its runs share must not change between two starts."""
-        now = json.loads(json.dumps({"name": study.name, "base": dict(study.base)}))
         arms = {tree["name"]: tree["changes"] for tree in before["arms"]}
-        now |= {arm.name: json.loads(json.dumps(dict(arm.changes))) for arm in study.arms}
-        then = {"name": before["name"], "base": before["base"], **arms}
-        for key, value in now.items():
-            if key in then and then[key] != value:
+        compared = [
+            ("name", study.name, before["name"]),
+            # that of benchmarks says whose checkpoints they evaluate
+            ("title", study.title, before["title"]),
+            ("configuration", dict(study.base), before["base"]),
+            *(
+                (f"arm called {arm.name!r}", dict(arm.changes), arms[arm.name])
+                for arm in study.arms
+                if arm.name in arms
+            ),
+        ]
+        for what, now, then in compared:
+            if json.loads(json.dumps(now)) != then:
                 raise ConfigError(
-                    f"{self.path} holds a study with another {_what(key)}: choose another --out, "
+                    f"{self.path} holds a study with another {what}: choose another --out, "
                     "or delete that folder."
                 )
-
-
-def _what(key: str) -> str:
-    return {"name": "name", "base": "configuration"}.get(key, f"arm called {key!r}")
 
 
 def _tree_of(arm: Arm) -> dict[str, Any]:

@@ -49,8 +49,9 @@ PAGE_FILE = "index.html"
 SAMPLES_SHOWN = 2
 _HINT = (
     "Final reward is the mean over the last tenth of the steps (at least five), best reward the "
-    "highest mean over as many; \N{PLUS-MINUS SIGN} is the standard deviation over seeds. A reward "
-    "has collapsed where that mean stays below half of its best until the end."
+    "highest mean over as many; \N{PLUS-MINUS SIGN} is the standard deviation over seeds, of a "
+    "mean of several arms over these. A reward has collapsed where that mean stays below half of "
+    "its best until the end."
 )
 
 

@@ -26,6 +26,9 @@ def training_jobs(
             except ConfigError as error:
                 raise ConfigError(f"The arm {arm.name!r} can't be run: {error}") from error
             name = run_name(arm.name, seed)
+            asked = None
+            if held_out is not None:
+                asked = {**asdict(held_out), "max_tokens": config.rollout.max_tokens}
             runs.append(
                 Job(
                     kind="train",
@@ -34,7 +37,7 @@ def training_jobs(
                     details={
                         "tree": tree,
                         "steps": config.training.steps,
-                        "held_out": None if held_out is None else asdict(held_out),
+                        "held_out": asked,
                     },
                     needs=tuple(str(path) for path in tiny_models_in(tree)),
                 )

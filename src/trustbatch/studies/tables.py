@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from trustbatch.observe.page_parts import DASH
 from trustbatch.studies.comparisons import Contender, PairedDifference, mean_interval
@@ -108,7 +109,14 @@ def _benchmark_columns(rows: Sequence[Contender]) -> list[Column]:
 
 
 def _benchmark(row: Contender, task: str) -> str:
-    found = [scores[0] for run in row.runs if (scores := pass_at_k_scores(run, task))]
+    by_member = [
+        [scores[0] for run in member.runs if (scores := pass_at_k_scores(run, task))]
+        for member in row.members
+    ]
+    known = [found for found in by_member if found]
+    if len(known) > 1:
+        return _written(Spread.of([fmean(score.value for score in found) for found in known]))
+    found = known[0] if known else []
     if len(found) == 1:
         return _with_interval(found[0].value, found[0].low, found[0].high)
     return _written(Spread.of([score.value for score in found]))

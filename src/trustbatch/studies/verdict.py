@@ -310,8 +310,9 @@ def _overall(results: StudyResults, differences: Sequence[PairedDifference]) -> 
     return (
         f"Of {len(differences)} comparisons in {len(results.regimes)} regimes, {label} is clearly "
         f"better in {counts[Outcome.BETTER]}{_where(differences, Outcome.BETTER)} and clearly "
-        f"worse in {counts[Outcome.WORSE]}{_where(differences, Outcome.WORSE)}, by {measure} "
-        f"paired over {differences[0].unit}s; the other {counts[Outcome.UNCLEAR]} can't be told."
+        f"worse in {counts[Outcome.WORSE]}{_where(differences, Outcome.WORSE)}, and "
+        f"{counts[Outcome.UNCLEAR]} can't be told: differences in {measure} with 95% intervals, "
+        f"paired over {differences[0].unit}s."
     )
 
 
@@ -322,7 +323,9 @@ def _where(differences: Sequence[PairedDifference], outcome: Outcome) -> str:
     if not found:
         return ""
     named = [
-        f"{each.second.label} by {signed(each.value)}, {each.first.regime_label}" for each in found
+        f"{each.first.regime_label}: {each.second.label} by {signed(each.value)}, "
+        f"{signed(each.low)} to {signed(each.high)}"
+        for each in found
     ]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return f" ({'; '.join(named[:3])}{more})"

@@ -1,7 +1,6 @@
 """How do trained policies do on problems that nobody trained on?"""
 
-import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from trustbatch.config import parse_config
@@ -52,9 +51,11 @@ def benchmark_jobs(
     for seed in study.seeds:
         for arm in study.arms:
             tree = run_tree(study, arm, seed, out=source, models=models)
-            steps = parse_config(tree).training.steps
+            config = parse_config(tree)
             name = run_name(arm.name, seed)
-            checkpoint = source / RUNS / name / "checkpoints" / f"step-{steps}"
+            checkpoint = source / RUNS / name / "checkpoints" / f"step-{config.training.steps}"
+            # what was trained with long completions is not cut short: the paper's 16K family
+            max_tokens = max(scale.suite.max_tokens, config.rollout.max_tokens)
             is_base = arm.name == BASE_MODEL
             jobs.append(
                 Job(
@@ -63,11 +64,12 @@ def benchmark_jobs(
                     folder=str(out / EVALUATIONS / name),
                     details={
                         "model": tree["model"]["name"] if is_base else str(checkpoint),
+                        "is_checkpoint": not is_base,
                         "tables": {
                             key: value for key, value in tree["model"].items() if key != "name"
                         },
                         "label": name,
-                        "suite": json.loads(json.dumps(asdict(scale.suite))),
+                        "suite": asdict(replace(scale.suite, max_tokens=max_tokens)),
                         "data": data,
                         "seed": seed,
                     },

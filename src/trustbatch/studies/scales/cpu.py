@@ -29,7 +29,6 @@ def cpu_scale() -> Scale:
             task={"name": "arithmetic", "seed": EVALUATION_SEED, "level": 2},
             num_prompts=512,
             num_samples=4,
-            max_tokens=MAX_TOKENS,
         ),
         suite=Suite(
             tasks=[

@@ -45,7 +45,6 @@ def gpu_scale(*, task: str = "gsm8k", data: str | None = None) -> Scale:
             task={"name": HELD_OUT[task], "seed": 0, "shuffle": False, **_held_out(task, data)},
             num_prompts=256,
             num_samples=4,
-            max_tokens=max_tokens,
         ),
         suite=Suite(tasks=[{"name": name} for name in BENCHMARKS], max_tokens=2048),
         least_seconds=60.0,

@@ -10,13 +10,15 @@ LagKey = Literal["rollout.lag", "cluster.max_lag"]
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutTask:
-    """Problems that a trained policy is asked, at temperature 1, and that no run trains on."""
+    """Problems that a trained policy is asked, at temperature 1, with as many tokens as rollouts.
+
+    Of another split than the runs', or of another seed where a task has no end.
+    """
 
     task: Mapping[str, Any]
     """name, seed and options of the task"""
     num_prompts: int
     num_samples: int
-    max_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class Suite:
     temperature: float = 1.0
     top_p: float = 0.95
     max_tokens: int
+    """more where a study's rollouts have more"""
     engine: str = "native"
 
 
