@@ -376,6 +376,11 @@ def test_several_regimes_are_compared_each_within_itself(tmp_path: Path) -> None
         "1-ESS of P3O rose to between 0.02 (lag 2) and 0.2 (lag 8) (highest mean over a tenth of "
         "the steps).",
     )
+    # seed by seed 0.135, 0.145, 0.165: deviation 0.015275, reach 4.302653 * that / sqrt(3)
+    assert found.remarks[0] == (
+        "Mean over the 2 regimes: P3O is better than DAPO (+0.148, +0.110 to +0.186, higher with 3 "
+        "of 3 seeds): differences in final reward with 95% intervals, paired over 3 seeds."
+    )
     assert found.regimes["lag2"].sentences[0].startswith("P3O can't be told from DAPO")
     assert "2 comparisons were made" in found.remarks[-1]
     assert found.remarks[-1].endswith(

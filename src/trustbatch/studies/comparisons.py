@@ -148,10 +148,38 @@ def paired_difference(
     first: Contender, second: Contender, measure: Measure
 ) -> PairedDifference | None:
     """Compare over the seeds that both have; nothing where there is none."""
+    by_seed = _difference_by_seed(first, second, measure)
+    return _summary(first, second, list(by_seed.values())) if by_seed else None
+
+
+def compare_over_regimes(results: StudyResults) -> list[PairedDifference]:
+    """Compare the subject with each rival that is in every regime, by the mean over regimes.
+
+    One number a seed and rival: what a single regime leaves unclear, all of them may not.
+    """
+    rivals: dict[str, list[tuple[Contender, Contender]]] = {}
+    for regime in results.regimes:
+        subject = results.subject_in(regime)
+        if subject is None:
+            return []
+        for first, second in _pairings(contenders(results.in_regime(regime)), subject):
+            rivals.setdefault(second.label, []).append((first, second))
+    found = []
+    for pairs in rivals.values():
+        by_seed = [_difference_by_seed(*pair, results.measure) for pair in pairs]
+        shared = set.intersection(*(set(each) for each in by_seed))
+        if len(pairs) == len(results.regimes) > 1 and shared:
+            means = [fmean(each[seed] for each in by_seed) for seed in sorted(shared)]
+            found.append(_summary(*pairs[0], means))
+    return holm(found)
+
+
+def _difference_by_seed(first: Contender, second: Contender, measure: Measure) -> dict[int, float]:
     ours, theirs = first.by_seed(measure), second.by_seed(measure)
-    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if not differences:
-        return None
+    return {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
+
+
+def _summary(first: Contender, second: Contender, differences: Sequence[float]) -> PairedDifference:
     value, low, high, p_value = mean_interval(differences)
     return PairedDifference(
         first=first,

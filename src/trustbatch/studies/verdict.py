@@ -16,6 +16,7 @@ from trustbatch.studies.comparisons import (
     Outcome,
     PairedDifference,
     common_label,
+    compare_over_regimes,
     compare_study,
     contenders,
     outcomes,
@@ -64,6 +65,7 @@ def judge(results: StudyResults) -> StudyVerdict:
             sentences=only.sentences, remarks=remarks, differences=differences, regimes={}
         )
     remarks = (
+        _over_regimes(results),
         *(
             [f"{results.regimes[regime]}: {remark}" for remark in verdict.remarks]
             for regime, verdict in verdicts.items()
@@ -314,6 +316,15 @@ def _overall(results: StudyResults, differences: Sequence[PairedDifference]) -> 
         f"{counts[Outcome.UNCLEAR]} can't be told: differences in {measure} with 95% intervals, "
         f"paired over {differences[0].unit}s."
     )
+
+
+def _over_regimes(results: StudyResults) -> list[str]:
+    """Say what the mean over all regimes tells, where every one has the same arms."""
+    found = compare_over_regimes(results)
+    if not any(each.has_interval for each in found):
+        return []
+    words = _comparison(results, found[0].first, found)
+    return [f"Mean over the {len(results.regimes)} regimes: {words}"]
 
 
 def _where(differences: Sequence[PairedDifference], outcome: Outcome) -> str:
