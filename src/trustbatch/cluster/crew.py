@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from trustbatch.errors import EngineError, TrustbatchError
 
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 1.0
 """seconds between looks at deadlines, and at whether the run has been stopped"""
+DEATHS = (RayActorError, OutOfMemoryError)
+"""what Ray raises for a call whose actor is no more; the second if Ray itself has ended it"""
 
 
 class Stopped(TrustbatchError):
@@ -137,7 +139,7 @@ class Crew:
                         if not done:
                             raise RayActorError(error_msg=f"no answer within {self.deadline_key}")
                         results[number] = ray.get(call)
-                    except (RayActorError, ObjectLostError) as error:
+                    except (*DEATHS, ObjectLostError) as error:
                         deaths[number] += 1
                         self._replace(worker, deaths[number], error)
                         waiting.appendleft(number)
