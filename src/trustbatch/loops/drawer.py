@@ -66,7 +66,7 @@ class Drawer:
         with self._changed:
             self._await(
                 lambda: bool(loop.pending),
-                self._batch_seconds,
+                self.session.config.batch_seconds,
                 "trainer_waits_for",
                 f"batch {number} from version {self.session.config.version_for(number)}",
             )
@@ -86,7 +86,7 @@ class Drawer:
         with self._changed:
             self._await(
                 lambda: self.num_drawn >= number,
-                self._batch_seconds * (self.cluster.max_lag + 1),
+                self.session.config.batches_seconds,
                 "trainer_waits_for",
                 f"batch {number}, without which a checkpoint would not be complete,",
             )
@@ -98,14 +98,6 @@ class Drawer:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(CLOSE_SECONDS)
-
-    @property
-    def _batch_seconds(self) -> float:
-        """How long a batch may take, with all its rounds and new processes for dead ones."""
-        rollout = self.session.config.rollout
-        num_rounds = rollout.max_draws if rollout.dynamic_sampling else 1
-        seconds = self.cluster.start_seconds + self.cluster.generate_seconds
-        return num_rounds * (self.cluster.max_restarts + 1) * (seconds + self.cluster.grade_seconds)
 
     def _work(self) -> None:
         try:
