@@ -119,7 +119,9 @@ def patient_group(seconds: float) -> dist.ProcessGroup | None:
     """Return all ranks as a group that waits so much longer than `DEADLINE`; None for one rank."""
     if num_ranks() == 1:
         return None
-    return dist.new_group(backend="gloo", timeout=DEADLINE + timedelta(seconds=seconds))
+    group = dist.new_group(backend="gloo", timeout=DEADLINE + timedelta(seconds=seconds))
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
 
 
 def done_once(function: Callable[[], Any]) -> Any:

@@ -81,6 +81,8 @@ class Crew:
         self._part_from = part_from
         self.last_death = ""
         """who had to be replaced last, and why"""
+        self.died = 0.0
+        """when that was, by the monotonic clock"""
         self._closed = threading.Event()
         self._working = threading.Lock()  # a batch and, say, an evaluation come one by one
         self.workers = [Worker(kind, number, self._started(number)) for number in range(size)]
@@ -177,6 +179,7 @@ class Crew:
                 "the run."
             ) from error
         self.last_death = f"{worker.name} is replaced: {reason}."
+        self.died = time.monotonic()
         logger.warning(self.last_death)
         ray.kill(worker.actor)
         self._part_from(worker.actor)

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from trustbatch.cluster.crew import DEATHS
 from trustbatch.cluster.driver import Train
-from trustbatch.cluster.interface import stay_on_interface
+from trustbatch.cluster.interface import listener_at, stay_on_interface
 from trustbatch.cluster.placement import Places, machines
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError, EngineError, TrustbatchError
@@ -45,8 +45,7 @@ class TrainerActor:
     def listen(self) -> tuple[str, int]:
         """Return where ranks of several machines can meet: by Ray's address of this one only."""
         address = ray.util.get_node_ip_address()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family)
+        self._listener = listener_at(address)
         return address, self._listener.getsockname()[1]
 
     def train(
