@@ -69,6 +69,7 @@ class Drawer:
                 self.session.config.batch_seconds,
                 "trainer_waits_for",
                 f"batch {number} from version {self.session.config.version_for(number)}",
+                "cluster.generate_seconds",
             )
             return loop.pending[0], loop.drawing[0]
 
@@ -89,6 +90,7 @@ class Drawer:
                 self.session.config.batches_seconds,
                 "trainer_waits_for",
                 f"batch {number}, without which a checkpoint would not be complete,",
+                "cluster.generate_seconds",
             )
             return replace(loop, pending=deque(loop.pending), drawing=deque(loop.drawing))
 
@@ -108,7 +110,8 @@ class Drawer:
                         lambda version=version: self._closing or self._version >= version,
                         self.cluster.train_seconds,
                         "drawer_waits_for",
-                        f"version {version} (cluster.train_seconds)",
+                        f"version {version}",
+                        "cluster.train_seconds",
                     )
                     if self._closing:
                         return
@@ -139,7 +142,9 @@ class Drawer:
             self.num_drawn += 1
             self._changed.notify_all()
 
-    def _await(self, is_there: Callable[[], bool], seconds: float, who: str, awaited: str) -> None:
+    def _await(
+        self, is_there: Callable[[], bool], seconds: float, who: str, awaited: str, key: str
+    ) -> None:
         """Wait, with the lock held, for something that the other thread does."""
         deadline = time.monotonic() + seconds
         setattr(self, who, awaited)
@@ -149,6 +154,7 @@ class Drawer:
             if not self._changed.wait(deadline - time.monotonic()):
                 raise EngineError(
                     f"Waited {seconds:.0f} seconds for {awaited} in vain: see what the engines and "
-                    "the trainers do; the same command continues the run from its last checkpoint."
+                    f"the trainers do, or raise {key}; the same command continues the run from its "
+                    "last checkpoint."
                 )
         setattr(self, who, "")
