@@ -238,3 +238,28 @@ def test_auto_is_direct_between_gpus_only(
     }
     assert transfer_method(parse_config(tree), ray_gpus=ray_gpus) == method
     assert ("share the only GPU" in caplog.text) == (asked == "direct" != method)
+
+
+def test_weights_on_disk_lie_where_no_other_run_has_anything(tmp_path: Path) -> None:
+    from trustbatch.cluster.publications import DiskPublisher
+    from trustbatch.cluster.transfer_method import weights_folder
+
+    def folder_of(name: str) -> Path:
+        cluster = {"weight_transfer": "disk", "transfer_folder": str(tmp_path)}
+        run = {"name": name, "folder": str(tmp_path / "runs")}
+        tree = {"model": {"name": "any"}, "task": {"name": "arithmetic"}, "run": run}
+        return weights_folder(parse_config({**tree, "cluster": cluster}))
+
+    (tmp_path / "weights").mkdir()  # somebody's own
+    assert folder_of("a") == folder_of("a") != folder_of("b")
+    assert not any(folder_of(name).exists() for name in ("a", "b"))
+    running = DiskPublisher(folder_of("a"))
+    published = running.publish(some_weights(), 3)
+    # the same command once more, which finds out that the run is in use before it publishes
+    DiskPublisher(folder_of("a")).close()
+    assert_equal(sorted(published.tensors()), some_weights())
+    restarted = DiskPublisher(folder_of("a"))  # the first one was killed
+    restarted.publish(some_weights(), 2)
+    assert [file.name for file in folder_of("a").iterdir()] == ["version-2.safetensors"]
+    restarted.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]

@@ -535,6 +535,20 @@ class Config(_Table):
         return max(0, batch * self.cluster.reuse - 1 - lag)
 
     @property
+    def batch_seconds(self) -> float:
+        """How long a batch may take, with all its rounds and new processes for dead ones."""
+        assert self.cluster is not None
+        num_rounds = self.rollout.max_draws if self.rollout.dynamic_sampling else 1
+        seconds = self.cluster.start_seconds + self.cluster.generate_seconds
+        return num_rounds * (self.cluster.max_restarts + 1) * (seconds + self.cluster.grade_seconds)
+
+    @property
+    def batches_seconds(self) -> float:
+        """Likewise all batches that older versions may still draw when a checkpoint is due."""
+        assert self.cluster is not None
+        return self.batch_seconds * (self.cluster.max_lag + 1)
+
+    @property
     def updates_per_canary(self) -> int:
         """Every update, but seldom for an engine on the trainer's own parameters: none is sent."""
         if self.rollout.canary_every is not None:

@@ -107,12 +107,21 @@ def gathered(value: Any) -> list[Any]:
     return [pickle.loads(part) for part in parts]
 
 
-def from_rank_zero(value: Any) -> Any:
-    """Return what rank 0 gave."""
+def from_rank_zero(value: Any, *, group: dist.ProcessGroup | None = None) -> Any:
+    """Return what rank 0 gave; `group` has another deadline than usual."""
     box = [value]
     if num_ranks() > 1:
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
+
+
+def patient_group(seconds: float) -> dist.ProcessGroup | None:
+    """Return all ranks as a group that waits so much longer than `DEADLINE`; None for one rank."""
+    if num_ranks() == 1:
+        return None
+    group = dist.new_group(backend="gloo", timeout=DEADLINE + timedelta(seconds=seconds))
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
 
 
 def done_once(function: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from trustbatch.errors import EngineError, TrustbatchError
 
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 1.0
 """seconds between looks at deadlines, and at whether the run has been stopped"""
+DEATHS = (RayActorError, OutOfMemoryError)
+"""what Ray raises for a call whose actor is no more; the second if Ray itself has ended it"""
 
 
 class Stopped(TrustbatchError):
@@ -79,6 +81,8 @@ class Crew:
         self._part_from = part_from
         self.last_death = ""
         """who had to be replaced last, and why"""
+        self.died = 0.0
+        """when that was, by the monotonic clock"""
         self._closed = threading.Event()
         self._working = threading.Lock()  # a batch and, say, an evaluation come one by one
         self.workers = [Worker(kind, number, self._started(number)) for number in range(size)]
@@ -137,7 +141,7 @@ class Crew:
                         if not done:
                             raise RayActorError(error_msg=f"no answer within {self.deadline_key}")
                         results[number] = ray.get(call)
-                    except (RayActorError, ObjectLostError) as error:
+                    except (*DEATHS, ObjectLostError) as error:
                         deaths[number] += 1
                         self._replace(worker, deaths[number], error)
                         waiting.appendleft(number)
@@ -175,6 +179,7 @@ class Crew:
                 "the run."
             ) from error
         self.last_death = f"{worker.name} is replaced: {reason}."
+        self.died = time.monotonic()
         logger.warning(self.last_death)
         ray.kill(worker.actor)
         self._part_from(worker.actor)

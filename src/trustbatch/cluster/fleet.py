@@ -43,11 +43,11 @@ class EngineFleet:
         self._published: dict[int, tuple[Publication, Any]] = {}
         self._expected: CanaryReference | None = None
         self._changing = threading.Lock()
-        self._publisher = open_publisher(config)
         self._canary: dict[str, float] = {}
         self._places = Places(
             Demand.of(config, machines()).engines, seconds=self.cluster.start_seconds
         )
+        self._publisher = open_publisher(config)  # not before there is room for anybody to send to
         kind = RemoteEngineInFlight if self.cluster.in_flight else RemoteEngine
         num_threads = torch.get_num_threads()
         self.crew = Crew(

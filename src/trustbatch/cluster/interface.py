@@ -1,4 +1,4 @@
-"""The network interface that ranks talk over: that of the address by which Ray knows a machine."""
+"""The network interface of a run: that of the address by which Ray knows a machine."""
 
 import fcntl
 import os
@@ -19,6 +19,12 @@ def stay_on_interface(address: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if address.startswith("127."):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def listener_at(address: str) -> socket.socket:
+    """Return a socket that is reached through one address of this machine only, at a free port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)
 
 
 def interface_of(address: str) -> str | None:

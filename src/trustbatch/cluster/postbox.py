@@ -1,13 +1,13 @@
 """The postbox: where engines ask the first trainer for weights, and the two agree on a link."""
 
 import json
-import socket
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from trustbatch.cluster.interface import listener_at
 from trustbatch.cluster.link import Backend
 
 ASKS = "asks"
@@ -66,7 +66,7 @@ class Postbox:
     @classmethod
     def opened(cls, host: str) -> "Postbox":
         """Open a box of this process that is reached through one address of the machine only."""
-        listener = socket.create_server((host, 0))
+        listener = listener_at(host)
         port = listener.getsockname()[1]
         store = TCPStore(
             host,

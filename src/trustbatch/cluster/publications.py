@@ -110,16 +110,24 @@ class DiskPublication:
 
 
 class DiskPublisher:
-    """Writes weights into a folder that all machines see."""
+    """Writes weights into a folder that all machines see, and that is this run's alone.
+
+    It is touched with the first version only: before that, another process may turn out to be
+    training the same run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._is_in_use = False
 
     def publish(self, weights: Weights, version: int) -> DiskPublication:
         """Write a file, whole or not at all."""
         final = self.folder / f"version-{version}.safetensors"
         partial = final.with_suffix(".part")
         try:
+            if not self._is_in_use:
+                shutil.rmtree(self.folder, ignore_errors=True)  # of a start that was killed
+                self._is_in_use = True
             self.folder.mkdir(parents=True, exist_ok=True)
             # a copy of each: tied tensors share memory, which the format does not know
             save_file({name: each.detach().cpu().clone() for name, each in weights}, partial)
@@ -139,5 +147,6 @@ class DiskPublisher:
         """Files do not know who reads them."""
 
     def close(self) -> None:
-        """Delete the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Delete the folder, unless nothing was put there."""
+        if self._is_in_use:
+            shutil.rmtree(self.folder, ignore_errors=True)

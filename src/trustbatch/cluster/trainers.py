@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from trustbatch.cluster.crew import DEATHS
 from trustbatch.cluster.driver import Train
-from trustbatch.cluster.interface import stay_on_interface
+from trustbatch.cluster.interface import listener_at, stay_on_interface
 from trustbatch.cluster.placement import Places, machines
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError, EngineError, TrustbatchError
@@ -44,8 +45,7 @@ class TrainerActor:
     def listen(self) -> tuple[str, int]:
         """Return where ranks of several machines can meet: by Ray's address of this one only."""
         address = ray.util.get_node_ip_address()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family)
+        self._listener = listener_at(address)
         return address, self._listener.getsockname()[1]
 
     def train(
@@ -106,6 +106,10 @@ def _listening(actor: Any, seconds: float) -> tuple[str, int]:
             f"The first trainer did not start within {seconds:.0f} seconds: raise "
             "cluster.start_seconds, or see what holds it up in Ray's logs."
         ) from error
+    except DEATHS as error:
+        raise EngineError(
+            "The first trainer died before it began: see why in Ray's logs."
+        ) from error
 
 
 def _first_result(calls: list[Any]) -> "RunResult":
@@ -122,7 +126,7 @@ def _first_result(calls: list[Any]) -> "RunResult":
                     raise cause from error
                 _raise_death(calls)  # of which this one may only have heard
                 raise
-            except RayActorError:
+            except DEATHS:
                 _raise_death(calls)
     return ray.get(calls[0])
 
@@ -135,7 +139,7 @@ def _raise_death(calls: list[Any]) -> None:
             ray.get(call)
         except RayTaskError:
             continue
-        except RayActorError as error:
+        except DEATHS as error:
             raise EngineError(
                 f"Trainer {calls.index(call)} died: see why in Ray's logs; the same command "
                 "continues the run from its last checkpoint."

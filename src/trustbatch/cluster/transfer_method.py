@@ -1,5 +1,6 @@
 """How weights travel in a run: what cluster.weight_transfer says, or what "auto" makes of it."""
 
+import hashlib
 import logging
 from pathlib import Path
 
@@ -22,11 +23,23 @@ def open_publisher(config: Config) -> Publisher:
     assert cluster is not None
     method = transfer_method(config, ray_gpus=float(ray.cluster_resources().get("GPU", 0.0)))
     if method == "disk":
-        folder = Path(cluster.transfer_folder or config.run.path)
-        return DiskPublisher(folder / WEIGHTS_FOLDER)
+        return DiskPublisher(weights_folder(config))
     if method == "direct":
         return DirectPublisher(seconds=cluster.transfer_seconds, dtype=engine_dtype(config))
     return SharedMemoryPublisher()
+
+
+def weights_folder(config: Config) -> Path:
+    """Return where weights on disk lie: a folder that no other run has, since all of it is deleted.
+
+    It is the same at every start of a run, which so finds what a killed one has left.
+    """
+    assert config.cluster is not None
+    run = config.run.path
+    if config.cluster.transfer_folder is None:
+        return run / WEIGHTS_FOLDER
+    mark = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:12]
+    return Path(config.cluster.transfer_folder) / f"trustbatch-{WEIGHTS_FOLDER}-{run.name}-{mark}"
 
 
 def transfer_method(config: Config, *, ray_gpus: float) -> str:

@@ -9,7 +9,7 @@ from trustbatch.loops.drawer import Drawer
 from trustbatch.loops.live_status import LiveStatus
 from trustbatch.loops.step import is_checkpoint_due, train_on, write_down
 from trustbatch.observe.progress import Progress
-from trustbatch.ranks import from_rank_zero
+from trustbatch.ranks import from_rank_zero, patient_group
 from trustbatch.session import Session
 from trustbatch.types import RolloutGroup
 
@@ -31,6 +31,8 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
     config, loop, metrics = session.config, session.loop, {}
     if loop.step == config.training.steps:
         return metrics  # or engines would be started for nothing
+    # the first rank may wait long for a batch, and the others for it
+    patient = patient_group(config.batches_seconds)
     session.publish(version=loop.step)
     session.canary.at_start(version=loop.step)
     drawer = Drawer(session) if session.fleet is not None else None
@@ -40,7 +42,7 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
         while loop.step < config.training.steps:
             started = time.perf_counter()
             # ranks other than the first have no drawer, and get what it has drawn
-            groups, metrics = from_rank_zero(drawer.oldest() if drawer else None)
+            groups, metrics = from_rank_zero(drawer.oldest() if drawer else None, group=patient)
             refuse_too_old(session, groups)
             trained, advantages = train_on(session, groups, started=started)
             metrics = metrics | trained
@@ -51,7 +53,9 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
             metrics |= session.evaluation.after_step(loop.step)
             write_down(session, groups, advantages, metrics)
             if is_checkpoint_due(session):
-                session.checkpointer.save(drawer.state() if drawer else LoopState(step=loop.step))
+                state = drawer.state() if drawer else LoopState(step=loop.step)
+                from_rank_zero(None, group=patient)  # all wait, and then save together
+                session.checkpointer.save(state)
             session.checkpointer.raise_failure()
             progress.update(loop.step, metrics)
         session.checkpointer.finish()

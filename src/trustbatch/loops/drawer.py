@@ -66,9 +66,10 @@ class Drawer:
         with self._changed:
             self._await(
                 lambda: bool(loop.pending),
-                self._batch_seconds,
+                self.session.config.batch_seconds,
                 "trainer_waits_for",
                 f"batch {number} from version {self.session.config.version_for(number)}",
+                "cluster.generate_seconds",
             )
             return loop.pending[0], loop.drawing[0]
 
@@ -86,9 +87,10 @@ class Drawer:
         with self._changed:
             self._await(
                 lambda: self.num_drawn >= number,
-                self._batch_seconds * (self.cluster.max_lag + 1),
+                self.session.config.batches_seconds,
                 "trainer_waits_for",
                 f"batch {number}, without which a checkpoint would not be complete,",
+                "cluster.generate_seconds",
             )
             return replace(loop, pending=deque(loop.pending), drawing=deque(loop.drawing))
 
@@ -99,14 +101,6 @@ class Drawer:
             self._changed.notify_all()
         self._thread.join(CLOSE_SECONDS)
 
-    @property
-    def _batch_seconds(self) -> float:
-        """How long a batch may take, with all its rounds and new processes for dead ones."""
-        rollout = self.session.config.rollout
-        num_rounds = rollout.max_draws if rollout.dynamic_sampling else 1
-        seconds = self.cluster.start_seconds + self.cluster.generate_seconds
-        return num_rounds * (self.cluster.max_restarts + 1) * (seconds + self.cluster.grade_seconds)
-
     def _work(self) -> None:
         try:
             while self.num_drawn < self.num_batches:
@@ -116,7 +110,8 @@ class Drawer:
                         lambda version=version: self._closing or self._version >= version,
                         self.cluster.train_seconds,
                         "drawer_waits_for",
-                        f"version {version} (cluster.train_seconds)",
+                        f"version {version}",
+                        "cluster.train_seconds",
                     )
                     if self._closing:
                         return
@@ -147,7 +142,9 @@ class Drawer:
             self.num_drawn += 1
             self._changed.notify_all()
 
-    def _await(self, is_there: Callable[[], bool], seconds: float, who: str, awaited: str) -> None:
+    def _await(
+        self, is_there: Callable[[], bool], seconds: float, who: str, awaited: str, key: str
+    ) -> None:
         """Wait, with the lock held, for something that the other thread does."""
         deadline = time.monotonic() + seconds
         setattr(self, who, awaited)
@@ -157,6 +154,7 @@ class Drawer:
             if not self._changed.wait(deadline - time.monotonic()):
                 raise EngineError(
                     f"Waited {seconds:.0f} seconds for {awaited} in vain: see what the engines and "
-                    "the trainers do; the same command continues the run from its last checkpoint."
+                    f"the trainers do, or raise {key}; the same command continues the run from its "
+                    "last checkpoint."
                 )
         setattr(self, who, "")

@@ -85,7 +85,7 @@ class LiveStatus:
             )
         crews = self._crews()
         status.restarts = sum(crew.restarts for crew in crews)
-        status.last_error = next((c.last_death for c in crews if c.last_death), "")
+        status.last_error = max(crews, key=lambda crew: crew.died).last_death
         self._file.update(status)
 
     def _engine_status(self, worker: Worker) -> EngineStatus:
@@ -103,7 +103,9 @@ class LiveStatus:
         now, busy, tokens = self._counts_of(worker)
         before, busy_before, tokens_before = self._before[0][worker.name]
         seconds = max(now - before, 1e-9)
-        return min((busy - busy_before) / seconds, 1.0), (tokens - tokens_before) / seconds
+        # what a process that died was busy with does not count any more
+        busy_share = min(max(busy - busy_before, 0.0) / seconds, 1.0)
+        return busy_share, (tokens - tokens_before) / seconds
 
     def _counts(self) -> dict[str, tuple[float, float, float]]:
         return {w.name: self._counts_of(w) for crew in self._crews() for w in crew.workers}
