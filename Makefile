@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT ?= 10000
 # A process a core, each with one thread. Files in their order: the longest tests come early.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart smollm2 test test-fast test-vllm check format benchmark clean
+.PHONY: quickstart smollm2 test test-fast test-long test-vllm check format benchmark clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/trustbatch quickstart
@@ -23,7 +23,10 @@ test: $(VENV)/.installed-dev
 	$(BIN)/coverage report --fail-under=100 --include='*/objectives/*,*/batching/*,*/advantages.py'
 
 test-fast: $(VENV)/.installed-dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not long"
+
+test-long: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m long
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c 'import vllm'
