@@ -59,6 +59,8 @@ def _shallow(outline: ModelOutline, depth: int, *, trust_remote_code: bool) -> A
     config = copy.deepcopy(outline.model.config)
     text = config.get_text_config()
     text.num_hidden_layers = depth
+    # embeddings are looked up: what is saved does not depend on how many there are
+    text.vocab_size, text.pad_token_id = 1, None
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:depth]
     model = without_weights(config, trust_remote_code=trust_remote_code).eval()
