@@ -420,6 +420,16 @@ def test_a_failed_run_says_why(tiny_folder: Path, tmp_path: Path) -> None:
     assert "lower max_tokens" in record.last_error
 
 
+HEARS_CTRL_C = """
+import signal, sys
+from trustbatch.cli import main
+
+# tests that run in the background of a shell have inherited deafness to it
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
 def test_a_killed_run_is_dead_and_a_stopped_one_stopped(tiny_folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
@@ -432,7 +442,7 @@ def test_a_killed_run_is_dead_and_a_stopped_one_stopped(tiny_folder: Path, tmp_p
     for number, state in ((signal.SIGKILL, "dead"), (signal.SIGINT, "stopped")):
         file.unlink(missing_ok=True)
         process = subprocess.Popen(
-            [sys.executable, "-m", "trustbatch", "train", str(config)],
+            [sys.executable, "-c", HEARS_CTRL_C, "train", str(config)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
