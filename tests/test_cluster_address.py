@@ -138,7 +138,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainers", "launcher"),
-    [(1, ()), (2, (*TORCHRUN, "tests.ranks.train"))],
+    [
+        (1, ()),
+        pytest.param(2, (*TORCHRUN, "tests.ranks.train"), marks=pytest.mark.long),
+    ],
     ids=["one trainer", "two trainers"],
 )
 def test_a_run_on_a_cluster_that_is_there_is_the_same_and_stays_on_loopback(

@@ -166,7 +166,7 @@ def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
     ray.kill(sound)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_engines_get_what_they_need_and_the_run_is_the_same(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
