@@ -30,7 +30,7 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
     """
     config, loop, metrics = session.config, session.loop, {}
     if loop.step == config.training.steps:
-        return metrics  # or engines would be started for nothing
+        return metrics  # nothing is left to draw or to train
     # the first rank may wait long for a batch, and the others for it
     patient = patient_group(config.batches_seconds)
     session.publish(version=loop.step)
