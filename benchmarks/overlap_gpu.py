@@ -22,16 +22,12 @@ import torch
 
 from trustbatch.observe.run_folder import read_metrics
 
-WARM_UP = 4
-"""steps that are not counted: layers and graphs are compiled, and the pipeline fills"""
 SHOWN = ("time/step_seconds", "time/generate_seconds", "time/train_seconds")
 
 
-def means(metrics: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the mean of each time over the steps after the warm-up."""
-    return {
-        name: statistics.mean(float(step[name]) for step in metrics[WARM_UP:]) for name in SHOWN
-    }
+def means(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the mean of each time over these steps."""
+    return {name: statistics.mean(float(step[name]) for step in steps) for name in SHOWN}
 
 
 def measure(options: argparse.Namespace, engine: str, *, beside: bool, folder: Path) -> None:
@@ -53,10 +49,11 @@ def measure(options: argparse.Namespace, engine: str, *, beside: bool, folder: P
     command = [sys.executable, "-m", "trustbatch", "train", str(options.config), *overrides]
     subprocess.run(command, check=True, timeout=options.seconds)
     metrics = read_metrics(folder / name)
-    found = means(metrics) | {
+    counted = metrics[options.warm_up :]
+    found = means(counted) | {
         "tokens": statistics.mean(
             float(step["time/tokens_per_second"]) * float(step["time/step_seconds"])
-            for step in metrics[WARM_UP:]
+            for step in counted
         ),
         "reward": float(metrics[-1]["reward/mean"]),
         "seconds": time.monotonic() - started,
@@ -73,12 +70,18 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--engines", default="native,vllm")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=4,
+        help="first steps that are not counted: graphs are captured, and the pipeline fills",
+    )
     parser.add_argument("--seconds", type=float, default=300.0, help="limit of one run")
     parser.add_argument("--set", action="append", default=[], help="table.key=value")
     parser.add_argument("--out", type=Path, default=Path("overlap_gpu.jsonl"))
     options = parser.parse_args()
-    if options.steps <= WARM_UP:
-        sys.exit(f"--steps must be more than the {WARM_UP} that are not counted")
+    if options.steps <= options.warm_up:
+        sys.exit(f"--steps must be more than the {options.warm_up} that are not counted")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{time.strftime('%Y-%m-%d')}, {device}: python {' '.join(sys.argv)}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
