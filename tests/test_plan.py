@@ -443,6 +443,16 @@ def test_a_cluster_has_trainers_without_an_engine_and_engines_without_a_trainer(
     assert train["parameters"] == pytest.approx(4 * PARAMETERS / 6)
     assert train["optimiser"] == pytest.approx(8 * PARAMETERS / 6)
     assert not {"engine's parameters", "engine's weights", "keys and values"} & set(train)
+    assert train["published weights"] == 3 * 4 * PARAMETERS  # lag 1: the newest two, one going
+    in_store = config_of(
+        tiny_folder, cluster={"trainers": 6, "engines": 2, "weight_transfer": "shared_memory"}
+    )
+    assert "published weights" not in parts_of(estimator_of(in_store, hardware), "train")
+    rounded = config_of(
+        tiny_folder, cluster={"trainers": 6, "engines": 2}, rollout={"engine": "vllm"}
+    )
+    published = parts_of(estimator_of(rounded, hardware), "train")["published weights"]
+    assert published == 3 * 2 * PARAMETERS
     assert generate["engine's parameters"] == 4 * PARAMETERS
     assert generate["engine's weights"] == 2 * (PRODUCTS + HEAD)
     assert generate["logits"] == 2 * 4 * 256 * 16  # half of the 512 rows
@@ -454,6 +464,7 @@ def test_a_cluster_has_trainers_without_an_engine_and_engines_without_a_trainer(
     alone = parts_of(estimator_of(crowded.model_copy(update={"cluster": ClusterConfig()})), "train")
     assert alone["parameters"] == 4 * PARAMETERS  # on the only GPU all is there at once
     assert alone["engine's parameters"] == 2 * 4 * PARAMETERS
+    assert "published weights" not in alone  # they go through shared memory
 
 
 def test_the_policy_that_vllm_copies_in_a_cluster_is_in_host_memory(tiny_folder: Path) -> None:
@@ -519,8 +530,9 @@ def test_advice_for_a_cluster_is_more_trainers(large: Config) -> None:
     hardware = find_hardware(config, num_gpus=8, gpu_memory=8 * GIB)
     setting = Setting.of(config, num_gpus=hardware.num_gpus)
     assert str(advise(estimator_of(config, hardware), setting, limit=hardware.capacity)) == (
-        "set training.micro_batch_tokens = 2048, training.gradient_checkpointing = true and "
-        "cluster.trainers = 4, which saves about 20.5 GiB"
+        'set cluster.weight_transfer = "shared_memory", training.micro_batch_tokens = 2048, '
+        "training.gradient_checkpointing = true and cluster.trainers = 4, which saves about 27.1 "
+        "GiB"
     )
 
 

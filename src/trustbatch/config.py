@@ -388,7 +388,7 @@ class ClusterConfig(_Table):
     """of an existing Ray cluster; "" starts one that only this machine can reach"""
     engine_gpus: float | None = Field(default=None, ge=0.0)
     """GPUs of an engine; what is there is divided unless told"""
-    weight_transfer: Literal["auto", "direct", "shared_memory", "disk"] = "shared_memory"
+    weight_transfer: Literal["auto", "direct", "shared_memory", "disk"] = "auto"
     """how new weights reach the engines; "auto" is direct between GPUs, else Ray's object store"""
     transfer_folder: str | None = None
     """for weights on disk, seen by all machines; a folder of the run unless told"""

@@ -19,6 +19,8 @@ WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # waiting for a message is waiting for the bytes, not for their place in a stream
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
 }
 """read by torch when a group is made"""
 _making = threading.Lock()

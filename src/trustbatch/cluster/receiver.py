@@ -44,8 +44,8 @@ class Receiver:
         except RuntimeError as error:
             raise EngineError(
                 f"Version {version} of the weights did not arrive ({_first(error)}): see whether "
-                f"the first trainer still runs, or raise cluster.transfer_seconds = "
-                f"{self.seconds:g}."
+                f"the first trainer still runs, raise cluster.transfer_seconds = "
+                f'{self.seconds:g}, or set cluster.weight_transfer to "shared_memory".'
             ) from error
         finally:
             if not complete:

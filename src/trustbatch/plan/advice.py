@@ -97,6 +97,9 @@ def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
     config, hardware = estimator.config, estimator.hardware
     if config.rollout.engine == "vllm" and config.cluster is None and not setting.vllm_sleeps:
         yield Change("rollout.vllm.sleep = true", "vllm_sleeps", True)
+    if setting.direct_transfer:
+        words = 'cluster.weight_transfer = "shared_memory"'
+        yield Change(words, "direct_transfer", False)
     longest = estimator.longest_sequence
     for tokens in _halved(setting.micro_batch_tokens, max(longest, FEWEST_TOKENS)):
         yield _micro_batch(tokens)

@@ -118,7 +118,17 @@ class Estimator:
         engines = self._engines_on_a_gpu(self.demand.engines, generate)
         if self.shares_gpu:
             return [*trainer, *engines], [*trainer, *engines, *train]
-        return engines, [*trainer, *train]
+        return engines, [*trainer, *train, Part("published weights", self._published(setting))]
+
+    def _published(self, setting: Setting) -> float:
+        """Bytes of the versions that the first trainer's GPU keeps for the engines on others."""
+        cluster = self.config.cluster
+        if cluster is None or not setting.direct_transfer or not self.hardware.is_gpu:
+            return 0.0
+        is_rounded = self.config.rollout.engine == "vllm" and self._engine_precision != "float32"
+        itemsize = BFLOAT16 if is_rounded else FLOAT32
+        # those that may be asked for, and one that is about to go
+        return (cluster.max_lag + 2) * itemsize * self.outline.num_parameters
 
     def _engines_on_a_gpu(self, bundles: Bundles, generate: list[Part]) -> list[Part]:
         """Parts of the engines that share one GPU; each has a policy of its own.

@@ -39,11 +39,13 @@ class Setting:
     lora: Lora | None = None
     vllm_sleeps: bool = False
     """whether vLLM gives its memory back while the policy is trained"""
+    direct_transfer: bool = False
+    """whether the weights for a cluster's engines wait for them on the first trainer's GPU"""
 
     @classmethod
     def of(cls, config: Config, *, num_gpus: int = 1) -> "Setting":
         """Read them off a configuration."""
-        training, lora = config.training, config.model.lora
+        training, lora, cluster = config.training, config.model.lora, config.cluster
         return cls(
             num_gpus=num_gpus,
             micro_batch_tokens=training.micro_batch_tokens,
@@ -54,6 +56,7 @@ class Setting:
             cpu_offload=training.cpu_offload,
             lora=None if lora is None else Lora.of(lora),
             vllm_sleeps=config.rollout.vllm.sleep,
+            direct_transfer=cluster is not None and cluster.weight_transfer in ("auto", "direct"),
         )
 
     @property
