@@ -436,13 +436,13 @@ def test_curves_have_the_columns_of_the_paper(tmp_path: Path) -> None:
 def test_every_step_of_every_run_is_a_line(tmp_path: Path) -> None:
     arms = crossed({"lag2": "lag 2", "lag8": "lag 8"}, [P3O])
     study_of(tmp_path, *arms, seeds=2, paper_columns={"ours": "p3o"})
-    metrics = {"one_minus_ess": [0.125], "weight/cap": [0.875]}
+    metrics = {"one_minus_ess": [0.125], "weight/cap": [0.875], "entropy": [1.5]}
     write_run(tmp_path, arms[0], 1, [0.5], metrics=metrics)
     write_run(tmp_path, arms[1], 0, [0.75])
     assert all_runs_csv(read_study(tmp_path)) == (
-        "arm,regime,seed,step,reward,one_minus_ess,cap\n"
-        "lag2-p3o,lag2,1,1,0.5,0.125,0.875\n"
-        "lag8-p3o,lag8,0,1,0.75,,\n"
+        "arm,regime,seed,step,reward,one_minus_ess,cap,entropy\n"
+        "lag2-p3o,lag2,1,1,0.5,0.125,0.875,1.5\n"
+        "lag8-p3o,lag8,0,1,0.75,,,\n"
     )
     names = [file.name for file in write_csv(tmp_path)]
     assert names == ["all_runs.csv", "clip-lag2.csv", "clip-lag8.csv"]
@@ -518,7 +518,7 @@ def evil_study(folder: Path) -> Path:
     sample = SAMPLE | {"prompt": EVIL, "completion": EVIL, "answer": EVIL, "policy": EVIL}
     for arm in arms:
         plain = Arm(name=arm.name, label="", changes={"objective.name": "p3o"})
-        metrics = {"one_minus_ess": level(0.1), "weight/cap": level(0.9)}
+        metrics = {"one_minus_ess": level(0.1), "weight/cap": level(0.9), "entropy": level(2.0)}
         write_run(folder, plain, 0, level(0.5), metrics=metrics, samples=[sample])
         write_run(folder, plain, 1, level(0.5, 4), steps=9, failure=EVIL)
     for seed in range(2):
@@ -578,8 +578,8 @@ def test_pages_in_a_browser(tmp_path: Path) -> None:
     evil = write_study_page(evil_study(tmp_path / "evil"))
     with chromium(tmp_path / "profile") as page:
         # reward together and apart, 1-ESS, cap; three benchmarks and their average; the evil one
-        # has reward, 1-ESS and cap in two regimes, and a benchmark
-        for file, num_charts in ((clip, 4), (benchmarks, 4), (evil, 7)):
+        # has reward, 1-ESS, cap and entropy in two regimes, and a benchmark
+        for file, num_charts in ((clip, 4), (benchmarks, 4), (evil, 9)):
             for width in (420, 1300):
                 page.load(file, width=width)
                 drawn = page.evaluate(DRAWN)

@@ -22,6 +22,7 @@ from trustbatch.studies.curves import (
 )
 from trustbatch.studies.results import (
     CAP,
+    ENTROPY,
     ONE_MINUS_ESS,
     REWARD,
     ArmResult,
@@ -31,7 +32,12 @@ from trustbatch.studies.results import (
 
 CURVES = "curves"
 ALL_RUNS = "all_runs.csv"
-LONG_COLUMNS = {"reward": REWARD, "one_minus_ess": ONE_MINUS_ESS, "cap": CAP}
+LONG_COLUMNS = {
+    "reward": REWARD,
+    "one_minus_ess": ONE_MINUS_ESS,
+    "cap": CAP,
+    "entropy": ENTROPY,
+}
 """columns of the file with every run, and the metrics in them"""
 
 

@@ -37,6 +37,7 @@ from trustbatch.studies.study import Arm
 REWARD = "reward/mean"
 ONE_MINUS_ESS = "one_minus_ess"
 CAP = "weight/cap"
+ENTROPY = "entropy"
 SHORTEST_WINDOW = 5
 SMALLEST_BEST = 0.05
 """a best reward below it can't collapse"""

@@ -20,6 +20,7 @@ from trustbatch.studies.curves import (
 )
 from trustbatch.studies.results import (
     CAP,
+    ENTROPY,
     ONE_MINUS_ESS,
     REWARD,
     RunState,
@@ -50,6 +51,13 @@ CAPS = ChartSpec(
     "Weight cap",
     "The largest weight a token may carry, of objectives that have one. Mean, lowest and highest "
     "seed.",
+    scale="auto",
+)
+ENTROPIES = ChartSpec(
+    ENTROPY,
+    "Entropy",
+    "Of the policy, in nats a token. Where data and policy drift together 1-ESS stays small, and "
+    "this is where it shows. Mean, lowest and highest seed.",
     scale="auto",
 )
 
@@ -112,9 +120,9 @@ def reward_figures(results: StudyResults, colours: Colours) -> str:
 
 
 def trust_figures(results: StudyResults, colours: Colours) -> str:
-    """Return 1-ESS of every arm, by regime, and behind it the weight caps."""
+    """Return 1-ESS of every arm, by regime, and behind it the weight caps and entropies."""
     figures = []
-    for spec in (DISTRUST, CAPS):
+    for spec in (DISTRUST, CAPS, ENTROPIES):
         drawn = {
             label: curves_of(map(Contender.of, results.in_regime(regime)), colours, spec.key)
             for regime, label in results.regimes.items()
