@@ -60,3 +60,30 @@ def test_lag_and_workers_are_shown_where_there_are_any() -> None:
     assert progress.text(60, METRICS | {"rollout/lag_mean": 1.25}).endswith(" left  lag 1.25")
     side_by_side = alone | {"rollout/lag_mean": 2.0, "cluster/buffered_batches": 3.0}
     assert progress.text(60, side_by_side).endswith(" left  lag 2  buffer 3  trainer 50% busy")
+
+
+def test_a_policy_that_becomes_random_is_remarked_once() -> None:
+    """The entropies of a run at temperature 1.2, which was lost at its fifth step."""
+    stream = io.StringIO()
+    progress = Progress("run", 1000, stream=stream)
+    shown = []
+    for step, entropy in enumerate((1.33, 1.09, 2.24, 3.68, 7.02, 9.74), start=1):
+        progress.update(step, METRICS | {"entropy": entropy})
+        shown.append(len(stream.getvalue().splitlines()))
+    assert shown == [0, 0, 0, 1, 1, 1]
+    assert stream.getvalue().startswith("Entropy has risen from 1.3 to 3.7 nats a token")
+
+
+def test_entropy_that_moves_as_it_does_while_a_policy_learns_is_not_remarked() -> None:
+    stream = io.StringIO()
+    progress = Progress("run", 1000, stream=stream)
+    for step, entropy in enumerate((0.34, 0.36, 0.38, 1.2, 0.2, 0.1), start=1):
+        progress.update(step, METRICS | {"entropy": entropy})
+    assert stream.getvalue() == ""
+
+
+def test_entropy_is_compared_with_the_first_step_of_a_run_that_goes_on() -> None:
+    stream = io.StringIO()
+    progress = Progress("run", 1000, done=4, first={"entropy": 1.5}, stream=stream)
+    progress.update(5, METRICS | {"entropy": 3.1})
+    assert "from 1.5 to 3.1" in stream.getvalue()

@@ -110,7 +110,11 @@ def _train(
         line = "The first step compiles the layers, which can take a minute."
         LiveLine(stream).show(line, last=True)
     progress = Progress(
-        config.run.name, config.training.steps, done=session.loop.step, stream=stream
+        config.run.name,
+        config.training.steps,
+        done=session.loop.step,
+        first=next(iter(read_metrics(session.run.path)), None),
+        stream=stream,
     )
     try:
         with session.run.status:

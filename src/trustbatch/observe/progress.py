@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
+from trustbatch.observe.entropy_watch import EntropyWatch
+
 
 class LiveLine:
     """A line that is rewritten in place on a terminal; elsewhere every text gets its own line."""
@@ -32,7 +34,16 @@ SECONDS_BETWEEN = 30.0
 class Progress:
     """Shows the state after each step; where no one watches, ten times and twice a minute."""
 
-    def __init__(self, label: str, total: int, *, done: int = 0, stream: TextIO | None = None):
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        *,
+        done: int = 0,
+        first: Mapping[str, float] | None = None,
+        stream: TextIO | None = None,
+    ):
+        """Start after `done` steps; `first` has the metrics of the first of them."""
         self.label = label
         self.total = total
         self._line = LiveLine(stream)
@@ -40,9 +51,12 @@ class Progress:
         self._start = time.monotonic()
         self._every = 1 if self._line.is_live else max(total // 10, 1)
         self._shown = self._start
+        self._entropy = EntropyWatch(first)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the state after `step`."""
+        if remark := self._entropy.remark(metrics):
+            self._line.show(remark, last=True)
         now = time.monotonic()
         is_time = now - self._shown >= SECONDS_BETWEEN
         if step % self._every == 0 or is_time or step == self.total:
