@@ -443,16 +443,6 @@ def test_a_cluster_has_trainers_without_an_engine_and_engines_without_a_trainer(
     assert train["parameters"] == pytest.approx(4 * PARAMETERS / 6)
     assert train["optimiser"] == pytest.approx(8 * PARAMETERS / 6)
     assert not {"engine's parameters", "engine's weights", "keys and values"} & set(train)
-    assert train["published weights"] == 3 * 4 * PARAMETERS  # lag 1: the newest two, one going
-    in_store = config_of(
-        tiny_folder, cluster={"trainers": 6, "engines": 2, "weight_transfer": "shared_memory"}
-    )
-    assert "published weights" not in parts_of(estimator_of(in_store, hardware), "train")
-    rounded = config_of(
-        tiny_folder, cluster={"trainers": 6, "engines": 2}, rollout={"engine": "vllm"}
-    )
-    published = parts_of(estimator_of(rounded, hardware), "train")["published weights"]
-    assert published == 3 * 2 * PARAMETERS
     assert generate["engine's parameters"] == 4 * PARAMETERS
     assert generate["engine's weights"] == 2 * (PRODUCTS + HEAD)
     assert generate["logits"] == 2 * 4 * 256 * 16  # half of the 512 rows
@@ -465,6 +455,29 @@ def test_a_cluster_has_trainers_without_an_engine_and_engines_without_a_trainer(
     assert alone["parameters"] == 4 * PARAMETERS  # on the only GPU all is there at once
     assert alone["engine's parameters"] == 2 * 4 * PARAMETERS
     assert "published weights" not in alone  # they go through shared memory
+
+
+@pytest.mark.parametrize(
+    ("method", "engine", "share", "num_bytes"),
+    [
+        ("auto", "native", 0.19, 3 * 4 * PARAMETERS),  # lag 1: the newest two, and one that goes
+        ("auto", "vllm", 0.19, 3 * 2 * PARAMETERS),
+        ("auto", "native", 0.21, None),  # too much of the GPU
+        ("direct", "native", 0.21, 3 * 4 * PARAMETERS),
+        ("shared_memory", "native", 0.19, None),
+    ],
+)
+def test_versions_that_wait_for_engines_on_the_first_trainer_s_gpu(
+    tiny_folder: Path, method: str, engine: str, share: float, num_bytes: float | None
+) -> None:
+    config = config_of(
+        tiny_folder,
+        cluster={"trainers": 6, "engines": 2, "weight_transfer": method},
+        rollout={"engine": engine},
+    )
+    memory = 3 * (4 if engine == "native" else 2) * PARAMETERS / share
+    estimator = estimator_of(config, find_hardware(config, gpu_memory=memory))
+    assert parts_of(estimator, "train").get("published weights") == num_bytes
 
 
 def test_the_policy_that_vllm_copies_in_a_cluster_is_in_host_memory(tiny_folder: Path) -> None:
@@ -530,10 +543,14 @@ def test_advice_for_a_cluster_is_more_trainers(large: Config) -> None:
     hardware = find_hardware(config, num_gpus=8, gpu_memory=8 * GIB)
     setting = Setting.of(config, num_gpus=hardware.num_gpus)
     assert str(advise(estimator_of(config, hardware), setting, limit=hardware.capacity)) == (
-        'set cluster.weight_transfer = "shared_memory", training.micro_batch_tokens = 2048, '
-        "training.gradient_checkpointing = true and cluster.trainers = 4, which saves about 27.1 "
-        "GiB"
+        "set training.micro_batch_tokens = 2048, training.gradient_checkpointing = true and "
+        "cluster.trainers = 4, which saves about 20.5 GiB"
     )
+    direct = cluster.model_copy(update={"weight_transfer": "direct"})
+    config = large.model_copy(update={"cluster": direct})
+    setting = Setting.of(config, num_gpus=hardware.num_gpus)
+    advice = str(advise(estimator_of(config, hardware), setting, limit=hardware.capacity))
+    assert advice.startswith('set cluster.weight_transfer = "shared_memory", training.micro')
 
 
 class Failing:

@@ -18,6 +18,7 @@ from torch import Tensor
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
 from trustbatch.errors import EngineError
+from trustbatch.policy import count_parameters
 
 if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
     pytest.skip("Ray is not installed", allow_module_level=True)
@@ -225,6 +226,7 @@ def test_auto_is_direct_between_gpus_only(
     ray_gpus: float,
     seen_here: int,
     method: str,
+    tiny_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -232,12 +234,33 @@ def test_auto_is_direct_between_gpus_only(
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: seen_here)
     tree = {
-        "model": {"name": "any", "device": device},
+        "model": {"name": str(tiny_folder), "device": device},
         "task": {"name": "arithmetic"},
         "cluster": {"trainers": trainers, "weight_transfer": asked},
     }
-    assert transfer_method(parse_config(tree), ray_gpus=ray_gpus) == method
+    found = transfer_method(parse_config(tree), ray_gpus=ray_gpus, gpu_memory=80 * 2.0**30)
+    assert found == method
     assert ("share the only GPU" in caplog.text) == (asked == "direct" != method)
+
+
+@pytest.mark.parametrize(
+    ("asked", "share", "method"),
+    [("auto", 0.19, "direct"), ("auto", 0.21, "shared_memory"), ("direct", 0.21, "direct")],
+)
+def test_auto_is_direct_where_the_versions_leave_room(
+    asked: str, share: float, method: str, tiny_folder: Path
+) -> None:
+    from trustbatch.cluster.transfer_method import transfer_method
+    from trustbatch.plan.published import published_bytes
+
+    tree = {
+        "model": {"name": str(tiny_folder), "device": "cuda"},
+        "task": {"name": "arithmetic"},
+        "cluster": {"trainers": 6, "weight_transfer": asked},
+    }
+    config = parse_config(tree)
+    memory = published_bytes(config, count_parameters(str(tiny_folder))[0]) / share
+    assert transfer_method(config, ray_gpus=8.0, gpu_memory=memory) == method
 
 
 def test_weights_on_disk_lie_where_no_other_run_has_anything(tmp_path: Path) -> None:

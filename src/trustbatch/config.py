@@ -389,7 +389,7 @@ class ClusterConfig(_Table):
     engine_gpus: float | None = Field(default=None, ge=0.0)
     """GPUs of an engine; what is there is divided unless told"""
     weight_transfer: Literal["auto", "direct", "shared_memory", "disk"] = "auto"
-    """how new weights reach the engines; "auto" is direct between GPUs, else Ray's object store"""
+    """how new weights reach the engines; "auto" is direct between GPUs with room"""
     transfer_folder: str | None = None
     """for weights on disk, seen by all machines; a folder of the run unless told"""
     max_restarts: int = Field(default=3, ge=0)

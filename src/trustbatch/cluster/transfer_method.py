@@ -10,6 +10,8 @@ import torch
 from trustbatch.cluster.direct import DirectPublisher
 from trustbatch.cluster.publications import DiskPublisher, Publisher, SharedMemoryPublisher
 from trustbatch.config import Config
+from trustbatch.plan.outline import ModelOutline
+from trustbatch.plan.published import may_wait_on_gpu, published_bytes
 from trustbatch.policy import default_precision
 
 logger = logging.getLogger(__name__)
@@ -21,7 +23,8 @@ def open_publisher(config: Config) -> Publisher:
     """Return what makes weights available to the engines of a run."""
     cluster = config.cluster
     assert cluster is not None
-    method = transfer_method(config, ray_gpus=float(ray.cluster_resources().get("GPU", 0.0)))
+    ray_gpus = float(ray.cluster_resources().get("GPU", 0.0))
+    method = transfer_method(config, ray_gpus=ray_gpus, gpu_memory=_gpu_memory())
     if method == "disk":
         return DiskPublisher(weights_folder(config))
     if method == "direct":
@@ -42,8 +45,11 @@ def weights_folder(config: Config) -> Path:
     return Path(config.cluster.transfer_folder) / f"trustbatch-{WEIGHTS_FOLDER}-{run.name}-{mark}"
 
 
-def transfer_method(config: Config, *, ray_gpus: float) -> str:
-    """Return "direct", "shared_memory" or "disk", for a Ray that has so many GPUs to give."""
+def transfer_method(config: Config, *, ray_gpus: float, gpu_memory: float) -> str:
+    """Return "direct", "shared_memory" or "disk".
+
+    For a Ray that has so many GPUs to give, and a first trainer whose GPU has so many bytes.
+    """
     cluster = config.cluster
     assert cluster is not None
     asked = cluster.weight_transfer
@@ -59,7 +65,17 @@ def transfer_method(config: Config, *, ray_gpus: float) -> str:
                 'go through shared memory; set cluster.weight_transfer to "auto".'
             )
         return "shared_memory"
-    return "direct"
+    outline = ModelOutline.read(config.model.name, trust_remote_code=config.model.trust_remote_code)
+    num_bytes = published_bytes(config, outline.num_parameters)
+    if may_wait_on_gpu(config, num_bytes, gpu_memory=gpu_memory):
+        return "direct"
+    return "shared_memory"
+
+
+def _gpu_memory() -> float:
+    if not torch.cuda.is_available():
+        return 0.0
+    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def engine_dtype(config: Config) -> torch.dtype | None:

@@ -19,6 +19,7 @@ from trustbatch.plan.key_values import cached_tokens
 from trustbatch.plan.memory import MemoryPlan, Part, Phase
 from trustbatch.plan.outline import ModelOutline
 from trustbatch.plan.prompts import PromptLength, longest_prompt
+from trustbatch.plan.published import may_wait_on_gpu, published_bytes
 from trustbatch.plan.setting import Setting
 from trustbatch.rollout.native_engine import PREFILL_TOKENS
 from trustbatch.tasks import Task
@@ -122,13 +123,11 @@ class Estimator:
 
     def _published(self, setting: Setting) -> float:
         """Bytes of the versions that the first trainer's GPU keeps for the engines on others."""
-        cluster = self.config.cluster
-        if cluster is None or not setting.direct_transfer or not self.hardware.is_gpu:
+        if not setting.direct_transfer or not self.hardware.is_gpu:
             return 0.0
-        is_rounded = self.config.rollout.engine == "vllm" and self._engine_precision != "float32"
-        itemsize = BFLOAT16 if is_rounded else FLOAT32
-        # those that may be asked for, and one that is about to go
-        return (cluster.max_lag + 2) * itemsize * self.outline.num_parameters
+        num_bytes = published_bytes(self.config, self.outline.num_parameters)
+        memory = self.hardware.memory
+        return num_bytes if may_wait_on_gpu(self.config, num_bytes, gpu_memory=memory) else 0.0
 
     def _engines_on_a_gpu(self, bundles: Bundles, generate: list[Part]) -> list[Part]:
         """Parts of the engines that share one GPU; each has a policy of its own.

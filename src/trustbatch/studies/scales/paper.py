@@ -31,8 +31,6 @@ def paper_scale(*, data: str | None = None) -> Scale:
                 "model.name": "Qwen/Qwen3-8B-Base",
                 "cluster.trainers": 5,
                 "cluster.engines": 3,
-                # two versions of 8B parameters are more than the first trainer's GPU has room for
-                "cluster.weight_transfer": "shared_memory",
                 "run.checkpoint_every": 15,
                 "run.keep_checkpoints": 2,
                 **_family(
