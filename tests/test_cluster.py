@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import trustbatch
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
-from trustbatch.errors import CanaryError, EngineError
+from trustbatch.errors import CanaryError, DeadEngineError, EngineError
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.policy import Policy
 from trustbatch.rollout.canary_reference import CanaryNotes
@@ -295,6 +295,58 @@ def test_a_fleet_stops_at_a_false_canary_and_at_deaths_without_end(
     with pytest.raises(EngineError, match=r"1 processes in a row .* of engine 0 \(The actor died"):
         fleet.generate(notes.requests)
     fleet.close()
+
+
+def frail_crew(errors: list[Exception], *, max_restarts: int) -> Any:
+    """A crew of one: each actor raises the next error, until there are no more."""
+    import ray
+
+    from trustbatch.cluster.crew import Crew
+
+    class Frail:  # in here, so that Ray takes it along: other processes don't find this module
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+
+        def prepare(self) -> None:
+            pass
+
+        def work(self, chunk: int) -> int:
+            if self.error is not None:
+                raise self.error
+            return chunk
+
+    remote: Any = ray.remote(num_cpus=0)(Frail)
+    return Crew(
+        "engine",
+        lambda number: remote.remote(errors.pop(0) if errors else None),
+        size=1,
+        start_seconds=60.0,
+        work_seconds=60.0,
+        max_restarts=max_restarts,
+        deadline_key="cluster.generate_seconds",
+    )
+
+
+def test_an_actor_without_its_own_process_counts_as_dead_and_other_errors_end_the_run() -> None:
+    def work(actor: Any, chunk: int) -> Any:
+        return actor.work.remote(chunk)
+
+    dead = DeadEngineError("vLLM ended.")
+    crew = frail_crew([dead], max_restarts=1)
+    assert crew.run([1, 2], work, lambda worker, result: None) == [1, 2]
+    assert (crew.restarts, crew.last_death) == (1, "engine 0 is replaced: vLLM ended.")
+    crew.close()
+
+    crew = frail_crew([dead, dead], max_restarts=1)
+    with pytest.raises(EngineError, match=r"2 processes in a row .* of engine 0 \(vLLM ended\)"):
+        crew.run([1, 2], work, lambda worker, result: None)
+    crew.close()
+
+    crew = frail_crew([EngineError("The prompt is too long.")], max_restarts=1)
+    with pytest.raises(EngineError, match=r"^The prompt is too long\.$"):
+        crew.run([1, 2], work, lambda worker, result: None)
+    assert crew.restarts == 0
+    crew.close()
 
 
 @pytest.mark.slow
