@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import trustbatch
+from trustbatch.api import train_config
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
 from trustbatch.errors import CanaryError, DeadEngineError, EngineError
@@ -49,8 +50,15 @@ def ray_at_hand(one_thread: None) -> Iterator[None]:
         yield
 
 
-def run(tiny_folder: Path, folder: Path, **changes: Any) -> trustbatch.RunResult:
+def run(
+    tiny_folder: Path,
+    folder: Path,
+    *,
+    is_asked_to_stop: Callable[[], bool] | None = None,
+    **changes: Any,
+) -> trustbatch.RunResult:
     tables: dict[str, Any] = {
+        "model": {"name": str(tiny_folder)},
         "task": {"name": "arithmetic", "level": 1},
         "rollout": {
             "prompts_per_step": 4,
@@ -64,7 +72,7 @@ def run(tiny_folder: Path, folder: Path, **changes: Any) -> trustbatch.RunResult
     }
     for key, value in changes.items():
         tables[key] = {**tables[key], **value} if key in tables else value
-    return trustbatch.train(model=tiny_folder, **tables)
+    return train_config(parse_config(tables), is_asked_to_stop=is_asked_to_stop)
 
 
 def comparable(result: trustbatch.RunResult) -> list[dict[str, Any]]:
@@ -168,6 +176,28 @@ def test_an_evaluation_is_that_of_one_process_and_changes_nothing(
 
 def _numbered(files: dict[str, str]) -> list[tuple[int, str]]:
     return [(number, files[name]) for number, name in enumerate(sorted(files), start=1)]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_numbers(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"training": {"steps": 4, "learning_rate": 1e-3}}
+    expected = run(tiny_folder, tmp_path / "sync", rollout={"lag": 1}, **settings)
+    settings["cluster"] = {"engines": 1, "reward_workers": 0, "max_lag": 1}
+    answers = iter([False, True])
+    stopped = run(
+        tiny_folder, tmp_path / "async", is_asked_to_stop=lambda: next(answers), **settings
+    )
+    assert_stopped(stopped, step=2)
+    assert_same(run(tiny_folder, tmp_path / "async", **settings), expected)
+
+
+def assert_stopped(result: trustbatch.RunResult, *, step: int) -> None:
+    """See that a run has ended after a step with a checkpoint, though none was due."""
+    assert (result.metrics[-1]["step"], result.checkpoint.name) == (step, f"step-{step}")
+    assert result.checkpoint.is_dir()
+    assert json.loads((result.folder / "status.json").read_text())["state"] == "stopped"
 
 
 def actors(kind: str) -> list[int]:
@@ -388,15 +418,16 @@ def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopb
 
     watcher = threading.Thread(target=watch)
     watcher.start()
+    on_cluster = {
+        "rollout": settings,
+        "training": length,
+        "evaluation": EVALUATION,
+        "cluster": {"trainers": 2, "engines": 1, "max_lag": 1, "weight_transfer": "direct"},
+    }
     try:
-        actual = run(
-            tiny_folder,
-            tmp_path / "async",
-            rollout=settings,
-            training=length,
-            evaluation=EVALUATION,
-            cluster={"trainers": 2, "engines": 1, "max_lag": 1, "weight_transfer": "direct"},
-        )
+        stopped = run(tiny_folder, tmp_path / "async", is_asked_to_stop=lambda: True, **on_cluster)
+        assert_stopped(stopped, step=1)
+        actual = run(tiny_folder, tmp_path / "async", **on_cluster)
     finally:
         ended.set()
         watcher.join()
