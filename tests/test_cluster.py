@@ -16,16 +16,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.test_named_tasks import rows_file
 
 import trustbatch
 from trustbatch.api import train_config
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
-from trustbatch.errors import CanaryError, DeadEngineError, EngineError
+from trustbatch.errors import CanaryError, ConfigError, DeadEngineError, EngineError
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.policy import Policy
 from trustbatch.rollout.canary_reference import CanaryNotes
 from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.tasks import build_task
 from trustbatch.types import Prompt
 
 if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
@@ -176,6 +178,27 @@ def test_an_evaluation_is_that_of_one_process_and_changes_nothing(
 
 def _numbered(files: dict[str, str]) -> list[tuple[int, str]]:
     return [(number, files[name]) for number, name in enumerate(sorted(files), start=1)]
+
+
+def test_trainers_get_no_task_that_would_leave_its_problems_behind(tmp_path: Path) -> None:
+    from trustbatch.cluster.sent_task import refuse_unsendable
+
+    rows = rows_file(tmp_path, [{"problem": "1+1", "answer": 2}])
+    table = {"name": "file", "path": rows}
+    parts = [{"name": "arithmetic"}, table | {"curriculum": {}}]
+    refuse_unsendable(build_task("mixture", seed=0, parts=[{"name": "arithmetic"}]))
+    for task in (
+        build_task(**table, seed=0),
+        build_task(**table, seed=0, curriculum={}),
+        build_task("mixture", seed=0, parts=parts),
+    ):
+        with pytest.raises(ConfigError, match="The task 'file' leaves its problems behind"):
+            refuse_unsendable(task)
+
+    task: Any = build_task("arithmetic", seed=0)
+    object.__setattr__(task, "lock", threading.Lock())
+    with pytest.raises(ConfigError, match=r"'arithmetic' can't be sent .* 1\.$"):
+        refuse_unsendable(task)
 
 
 @pytest.mark.slow

@@ -16,12 +16,12 @@ from trustbatch.cluster.crew import DEATHS
 from trustbatch.cluster.driver import IsAskedToStop, Train
 from trustbatch.cluster.interface import listener_at, stay_on_interface
 from trustbatch.cluster.placement import Places, machines
+from trustbatch.cluster.sent_task import refuse_unsendable
 from trustbatch.config import Config
-from trustbatch.errors import ConfigError, EngineError, TrustbatchError
+from trustbatch.errors import EngineError, TrustbatchError
 from trustbatch.plan.demand import Demand
 from trustbatch.ranks import DEADLINE, joined_ranks
 from trustbatch.tasks import Task
-from trustbatch.tasks.problems import ProblemTask
 
 if TYPE_CHECKING:
     from trustbatch.api import RunResult
@@ -78,11 +78,8 @@ def train_together(
     """Train on `cluster.trainers` ranks; if one of them ends, all do, and a sentence says why."""
     cluster = config.cluster
     assert cluster is not None
-    if isinstance(task, ProblemTask):
-        raise ConfigError(
-            f"The task {task.name!r} leaves its problems behind when it is sent to other trainers: "
-            'give it as a table, such as task={"name": "file", "path": ...}.'
-        )
+    if task is not None:
+        refuse_unsendable(task)
     remote: Any = ray.remote(TrainerActor)
     bundles = Demand.of(config, machines()).trainers
     places = Places(bundles, seconds=cluster.start_seconds)
