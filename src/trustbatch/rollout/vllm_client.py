@@ -141,8 +141,9 @@ class VllmClient:
             raise self._failure(DeadEngineError, self._obituary(awaited)) from error
         if kind == "refused":
             raise EngineError(result)
-        if kind == "failed":
-            raise self._failure(EngineError, f"vLLM failed when it was asked {awaited}: {result}")
+        if kind != "done":
+            dead = DeadEngineError if kind == "died" else EngineError
+            raise self._failure(dead, f"vLLM failed when it was asked {awaited}: {result}")
         return result
 
     def _obituary(self, awaited: str) -> str:
