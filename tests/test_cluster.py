@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.test_named_tasks import rows_file
 
 import trustbatch
+from trustbatch.api import train_config
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
-from trustbatch.errors import CanaryError, EngineError
+from trustbatch.errors import CanaryError, ConfigError, DeadEngineError, EngineError
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.policy import Policy
 from trustbatch.rollout.canary_reference import CanaryNotes
 from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.tasks import build_task
 from trustbatch.types import Prompt
 
 if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
@@ -49,8 +52,15 @@ def ray_at_hand(one_thread: None) -> Iterator[None]:
         yield
 
 
-def run(tiny_folder: Path, folder: Path, **changes: Any) -> trustbatch.RunResult:
+def run(
+    tiny_folder: Path,
+    folder: Path,
+    *,
+    is_asked_to_stop: Callable[[], bool] | None = None,
+    **changes: Any,
+) -> trustbatch.RunResult:
     tables: dict[str, Any] = {
+        "model": {"name": str(tiny_folder)},
         "task": {"name": "arithmetic", "level": 1},
         "rollout": {
             "prompts_per_step": 4,
@@ -64,7 +74,7 @@ def run(tiny_folder: Path, folder: Path, **changes: Any) -> trustbatch.RunResult
     }
     for key, value in changes.items():
         tables[key] = {**tables[key], **value} if key in tables else value
-    return trustbatch.train(model=tiny_folder, **tables)
+    return train_config(parse_config(tables), is_asked_to_stop=is_asked_to_stop)
 
 
 def comparable(result: trustbatch.RunResult) -> list[dict[str, Any]]:
@@ -168,6 +178,49 @@ def test_an_evaluation_is_that_of_one_process_and_changes_nothing(
 
 def _numbered(files: dict[str, str]) -> list[tuple[int, str]]:
     return [(number, files[name]) for number, name in enumerate(sorted(files), start=1)]
+
+
+def test_trainers_get_no_task_that_would_leave_its_problems_behind(tmp_path: Path) -> None:
+    from trustbatch.cluster.sent_task import refuse_unsendable
+
+    rows = rows_file(tmp_path, [{"problem": "1+1", "answer": 2}])
+    table = {"name": "file", "path": rows}
+    parts = [{"name": "arithmetic"}, table | {"curriculum": {}}]
+    refuse_unsendable(build_task("mixture", seed=0, parts=[{"name": "arithmetic"}]))
+    for task in (
+        build_task(**table, seed=0),
+        build_task(**table, seed=0, curriculum={}),
+        build_task("mixture", seed=0, parts=parts),
+    ):
+        with pytest.raises(ConfigError, match="The task 'file' leaves its problems behind"):
+            refuse_unsendable(task)
+
+    task: Any = build_task("arithmetic", seed=0)
+    object.__setattr__(task, "lock", threading.Lock())
+    with pytest.raises(ConfigError, match=r"'arithmetic' can't be sent .* 1\.$"):
+        refuse_unsendable(task)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_numbers(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"training": {"steps": 4, "learning_rate": 1e-3}}
+    expected = run(tiny_folder, tmp_path / "sync", rollout={"lag": 1}, **settings)
+    settings["cluster"] = {"engines": 1, "reward_workers": 0, "max_lag": 1}
+    answers = iter([False, True])
+    stopped = run(
+        tiny_folder, tmp_path / "async", is_asked_to_stop=lambda: next(answers), **settings
+    )
+    assert_stopped(stopped, step=2)
+    assert_same(run(tiny_folder, tmp_path / "async", **settings), expected)
+
+
+def assert_stopped(result: trustbatch.RunResult, *, step: int) -> None:
+    """See that a run has ended after a step with a checkpoint, though none was due."""
+    assert (result.metrics[-1]["step"], result.checkpoint.name) == (step, f"step-{step}")
+    assert result.checkpoint.is_dir()
+    assert json.loads((result.folder / "status.json").read_text())["state"] == "stopped"
 
 
 def actors(kind: str) -> list[int]:
@@ -297,6 +350,58 @@ def test_a_fleet_stops_at_a_false_canary_and_at_deaths_without_end(
     fleet.close()
 
 
+def frail_crew(errors: list[Exception], *, max_restarts: int) -> Any:
+    """A crew of one: each actor raises the next error, until there are no more."""
+    import ray
+
+    from trustbatch.cluster.crew import Crew
+
+    class Frail:  # in here, so that Ray takes it along: other processes don't find this module
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+
+        def prepare(self) -> None:
+            pass
+
+        def work(self, chunk: int) -> int:
+            if self.error is not None:
+                raise self.error
+            return chunk
+
+    remote: Any = ray.remote(num_cpus=0)(Frail)
+    return Crew(
+        "engine",
+        lambda number: remote.remote(errors.pop(0) if errors else None),
+        size=1,
+        start_seconds=60.0,
+        work_seconds=60.0,
+        max_restarts=max_restarts,
+        deadline_key="cluster.generate_seconds",
+    )
+
+
+def test_an_actor_without_its_own_process_counts_as_dead_and_other_errors_end_the_run() -> None:
+    def work(actor: Any, chunk: int) -> Any:
+        return actor.work.remote(chunk)
+
+    dead = DeadEngineError("vLLM ended.")
+    crew = frail_crew([dead], max_restarts=1)
+    assert crew.run([1, 2], work, lambda worker, result: None) == [1, 2]
+    assert (crew.restarts, crew.last_death) == (1, "engine 0 is replaced: vLLM ended.")
+    crew.close()
+
+    crew = frail_crew([dead, dead], max_restarts=1)
+    with pytest.raises(EngineError, match=r"2 processes in a row .* of engine 0 \(vLLM ended\)"):
+        crew.run([1, 2], work, lambda worker, result: None)
+    crew.close()
+
+    crew = frail_crew([EngineError("The prompt is too long.")], max_restarts=1)
+    with pytest.raises(EngineError, match=r"^The prompt is too long\.$"):
+        crew.run([1, 2], work, lambda worker, result: None)
+    assert crew.restarts == 0
+    crew.close()
+
+
 @pytest.mark.slow
 def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopback(
     tiny_folder: Path, tmp_path: Path
@@ -336,15 +441,16 @@ def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopb
 
     watcher = threading.Thread(target=watch)
     watcher.start()
+    on_cluster = {
+        "rollout": settings,
+        "training": length,
+        "evaluation": EVALUATION,
+        "cluster": {"trainers": 2, "engines": 1, "max_lag": 1, "weight_transfer": "direct"},
+    }
     try:
-        actual = run(
-            tiny_folder,
-            tmp_path / "async",
-            rollout=settings,
-            training=length,
-            evaluation=EVALUATION,
-            cluster={"trainers": 2, "engines": 1, "max_lag": 1, "weight_transfer": "direct"},
-        )
+        stopped = run(tiny_folder, tmp_path / "async", is_asked_to_stop=lambda: True, **on_cluster)
+        assert_stopped(stopped, step=1)
+        actual = run(tiny_folder, tmp_path / "async", **on_cluster)
     finally:
         ended.set()
         watcher.join()

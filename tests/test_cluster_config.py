@@ -1,11 +1,13 @@
 """What of [cluster] is refused, which version draws a batch, and that Ray stays away otherwise."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trustbatch.api import train_config
 from trustbatch.cluster import ray_runtime
@@ -64,6 +66,32 @@ def test_torchrun_and_a_missing_ray_get_a_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"without torchrun, and set cluster\.trainers"):
         train_config(config_with({}))
+
+
+@pytest.mark.parametrize(
+    ("device", "trainers", "visible", "for_ray"),
+    [
+        ("auto", 1, None, "1,2"),
+        ("cuda", 1, "4,5,6", "5,6"),
+        ("cuda:1", 1, None, "0,2"),
+        ("cuda:1", 1, "4,5,6", "4,6"),
+        ("cuda", 2, "4,5,6", "4,5,6"),
+    ],
+)
+def test_a_single_trainer_keeps_the_gpu_that_it_trains_on(
+    device: str,
+    trainers: int,
+    visible: str | None,
+    for_ray: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv(ray_runtime.VISIBLE_GPUS, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(ray_runtime.VISIBLE_GPUS, visible)
+    with ray_runtime.own_gpu_hidden(device, trainers=trainers):
+        assert os.environ[ray_runtime.VISIBLE_GPUS] == for_ray
+    assert os.environ.get(ray_runtime.VISIBLE_GPUS) == visible
 
 
 def test_ray_is_imported_only_to_train_with_a_cluster(tiny_folder: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """vLLM in the fleet: real Ray, real vLLM (its CPU build), a real tiny model."""
 
+import json
 import os
 import signal
 import threading
@@ -18,13 +19,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 if find_spec("vllm") is None or find_spec("ray") is None:
     pytest.skip("vLLM or Ray is not installed", allow_module_level=True)
 
-STEPS = 4
+STEPS = 5
 CHECKED = "canary/max_abs_logratio"
 
 
-def test_engines_with_vllm_draw_beside_the_trainer_and_survive_a_kill(
-    tiny_folder: Path, tmp_path: Path
+def test_engines_with_vllm_draw_beside_the_trainer_and_survive_kills(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """First vLLM is killed in an engine that lives on, then an engine, with which vLLM must end."""
     config = parse_config(
         {
             "model": {"name": str(tiny_folder), "device": "cpu"},
@@ -38,16 +40,25 @@ def test_engines_with_vllm_draw_beside_the_trainer_and_survive_a_kill(
             },
             "training": {"steps": STEPS, "learning_rate": 1e-3},
             "cluster": {"engines": 1, "reward_workers": 0, "max_lag": 1},
-            "run": {"folder": str(tmp_path)},
+            "run": {"folder": str(tmp_path), "rollouts_every": 1},
         }
     )
-    killer = threading.Thread(target=kill_an_engine_after, args=(config.run.path, 2), daemon=True)
+    killed: list[list[bytes]] = []
+    killer = threading.Thread(target=kill_meanwhile, args=(config.run.path, killed), daemon=True)
     killer.start()
     result = train_config(config)
     killer.join(timeout=10)
 
-    assert [step["rollout/lag_max"] for step in result.metrics] == [0.0, 1.0, 1.0, 1.0]
-    assert result.metrics[-1]["cluster/engine_restarts"] >= 1
+    assert [step["rollout/lag_max"] for step in result.metrics] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert [len(each) for each in killed] == [1, 1]
+    assert result.metrics[-1]["cluster/engine_restarts"] == 2
+    assert "engine 0 is replaced: The vLLM process ended (exit status -9)" in caplog.text
+    folder = killed[0][0].strip(b"\0").rpartition(b"\0")[2]
+    assert not Path(os.fsdecode(folder)).exists(), "files of the vLLM that was killed"
+    # 4 prompts a step with 2 samples each: none is lost and none comes twice
+    lines = [line for path in result.folder.glob("rollouts/*") for line in path.open()]
+    assert len({json.loads(line)["prompt_id"] for line in lines}) == 4 * STEPS
+    assert len(lines) == 2 * 4 * STEPS
     # on a CPU in float32 both engines compute the same probabilities, up to rounding
     checked = [each[CHECKED] for each in result.metrics if CHECKED in each]
     assert len(checked) >= 3
@@ -58,13 +69,16 @@ def test_engines_with_vllm_draw_beside_the_trainer_and_survive_a_kill(
         time.sleep(0.1)
 
 
-def kill_an_engine_after(run: Path, step: int) -> None:
-    """Kill the engine's process once the run has taken a step; its vLLM must end with it."""
-    while not run.is_dir() or len(read_metrics(run)) < step:
-        time.sleep(0.02)
-    for pid in descendants(os.getpid()):
-        if command(pid).startswith(b"ray::EngineActor"):
+def kill_meanwhile(run: Path, killed: list[list[bytes]]) -> None:
+    """Kill the vLLM after a step and the engine after a later one; notes their command lines."""
+    for step, kind in ((1, b"vllm_server"), (3, b"ray::EngineActor")):
+        while not run.is_dir() or len(read_metrics(run)) < step:
+            time.sleep(0.02)
+        commands = {pid: command(pid) for pid in descendants(os.getpid())}
+        found = {pid: each for pid, each in commands.items() if kind in each}
+        for pid in found:
             os.kill(pid, signal.SIGKILL)
+        killed.append(list(found.values()))
 
 
 def command(pid: int) -> bytes:

@@ -4,6 +4,7 @@ vLLM takes long to start, so one engine in this process and one server serve mos
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,12 +25,13 @@ from tests.training_cases import policy_logp
 from trustbatch.api import train_config
 from trustbatch.batching.samples import to_sequences
 from trustbatch.config import VllmConfig, parse_config
-from trustbatch.errors import EngineError
+from trustbatch.errors import DeadEngineError, EngineError
 from trustbatch.policy import Policy
 from trustbatch.rollout.canary import Canary
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.rollout.vllm_client import VllmClient
 from trustbatch.rollout.vllm_engine import VllmEngine
+from trustbatch.rollout.vllm_requests import HostSettings, SampleRequest
 from trustbatch.tiny import build_model, build_tokenizer
 from trustbatch.types import Completion, FinishReason, GenerationRequest, Prompt, SamplingParams
 
@@ -373,6 +375,47 @@ def test_a_server_killed_mid_generation_is_an_error_at_once(server: VllmEngine) 
     wait_until_gone(group)
     with pytest.raises(EngineError, match="has ended"):
         server.generate([request])
+
+
+def test_a_server_ends_with_the_core_that_computes_for_it(
+    long_folder: Path, tmp_path: Path
+) -> None:
+    """On a GPU the core is a process of its own; vLLM would wait for one that was killed."""
+    shutil.copy(long_folder / "config.json", tmp_path)
+    settings = HostSettings(
+        separate_core=True,
+        folder=str(tmp_path),
+        dtype_name="float32",
+        quantisation=None,
+        logprob_mode="raw",
+        max_logprobs=0,
+        max_model_len=512,
+        max_sequences=8,
+        tensor_parallel=1,
+        gpu_memory_utilisation=0.5,
+        kv_cache_bytes=2**28,
+        enforce_eager=True,
+        sleep=False,
+        trust_remote_code=False,
+    )
+    client = VllmClient(settings, devices=None, start_seconds=300.0, update_seconds=60.0)
+    group = client.pid
+    (core,) = multiprocessing_children(group)
+    threading.Timer(1.0, os.kill, (core, signal.SIGKILL)).start()
+    sampling = SamplingParams(max_tokens=500, stop_token_ids=(), logprob_mode="raw")
+    request = SampleRequest(token_ids=(1, 2, 3), seed=0, sampling=sampling)
+    start = time.monotonic()
+    with pytest.raises(DeadEngineError, match="draw 512 completions"):
+        client.generate([request] * 512, 60.0)
+    assert 0.9 < time.monotonic() - start < 20
+    wait_until_gone(group)
+
+
+def multiprocessing_children(parent: int) -> list[int]:
+    """Processes that a process has started to compute in, and not to watch over resources."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    return [pid for pid, command in commands.items() if b"resource_tracker" not in command]
 
 
 def test_a_server_that_does_not_start_in_time_is_ended(long_folder: Path) -> None:

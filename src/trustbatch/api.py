@@ -75,13 +75,14 @@ def train_config(
     """Run, or continue, the training that a configuration describes.
 
     Under torchrun every process calls this, and they train together. `is_asked_to_stop` is called
-    after each step of a run in this one process: when it says so, the run ends there with a
-    checkpoint, and another call goes on from it.
+    after each step, or once a second where trainers are other processes: when it says so, the run
+    ends after the step in progress with a checkpoint, and another call goes on from it. Under
+    torchrun it must say the same to every process.
     """
     if config.cluster is not None:
         from trustbatch.cluster.driver import train_on_cluster
 
-        return train_on_cluster(config, task, _train)
+        return train_on_cluster(config, task, _train, is_asked_to_stop)
     with joined_ranks(config.model.device):
         return _train(config, task, is_asked_to_stop)
 

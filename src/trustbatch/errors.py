@@ -34,6 +34,10 @@ class EngineError(TrustbatchError):
     """A rollout engine died, did not answer in time, or can't take what it was given."""
 
 
+class DeadEngineError(EngineError):
+    """The process that an engine has beside this one is gone, or was ended since it hung."""
+
+
 class OutOfMemoryError(TrustbatchError):
     """The device, or the machine, had less memory than the run needed."""
 

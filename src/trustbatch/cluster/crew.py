@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
-from trustbatch.errors import EngineError, TrustbatchError
+from trustbatch.errors import DeadEngineError, EngineError, TrustbatchError
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +19,8 @@ LOOK_EVERY = 1.0
 """seconds between looks at deadlines, and at whether the run has been stopped"""
 DEATHS = (RayActorError, OutOfMemoryError)
 """what Ray raises for a call whose actor is no more; the second if Ray itself has ended it"""
+LOSSES = (*DEATHS, ObjectLostError, DeadEngineError)
+"""after which the same work is worth another actor; the last if it lives, but not what it needs"""
 
 
 class Stopped(TrustbatchError):
@@ -54,10 +56,11 @@ Note = Callable[[Worker, Any], None]
 class Crew:
     """Deals chunks of work to idle actors and puts the results back in order.
 
-    An actor that dies, or is silent beyond its deadline, is replaced by a new one, and its chunk is
-    queued again, once for each death: before all others, since they waited for less. A chunk whose
-    actors die more than `max_restarts` times ends the run. Errors that the work itself raises are
-    raised here. `part_from` is told of each actor that is replaced.
+    An actor that dies, is silent beyond its deadline, or has lost a process of its own without
+    which it can't work, is replaced by a new one, and its chunk is queued again, once for each
+    death: before all others, since they waited for less. A chunk whose actors die more than
+    `max_restarts` times ends the run. Other errors that the work itself raises are raised here.
+    `part_from` is told of each actor that is replaced.
     """
 
     def __init__(
@@ -140,14 +143,12 @@ class Crew:
                     try:
                         if not done:
                             raise RayActorError(error_msg=f"no answer within {self.deadline_key}")
-                        results[number] = ray.get(call)
-                    except (*DEATHS, ObjectLostError) as error:
+                        results[number] = _result(call)
+                    except LOSSES as error:
                         deaths[number] += 1
                         self._replace(worker, deaths[number], error)
                         waiting.appendleft(number)
                         continue
-                    except RayTaskError as error:
-                        raise _own_error(error) from error
                     worker.is_ready = True
                     worker.busy_seconds += time.monotonic() - worker.since
                     note(worker, results[number])
@@ -193,7 +194,10 @@ class Crew:
         return actor
 
 
-def _own_error(error: RayTaskError) -> Exception:
-    """Return what an actor's code has raised, without Ray's words around it if it is a sentence."""
-    cause = error.cause
-    return cause if isinstance(cause, TrustbatchError | OSError) else error
+def _result(call: Any) -> Any:
+    """Return what a call gave; an error of the actor's code loses Ray's words if it has its own."""
+    try:
+        return ray.get(call)
+    except RayTaskError as error:
+        cause = error.cause
+        raise (cause if isinstance(cause, TrustbatchError | OSError) else error) from error

@@ -13,10 +13,13 @@ from trustbatch.tasks import Task
 if TYPE_CHECKING:
     from trustbatch.api import RunResult
 
-Train = Callable[[Config, Task | None], "RunResult"]
+IsAskedToStop = Callable[[], bool]
+Train = Callable[[Config, Task | None, IsAskedToStop | None], "RunResult"]
 
 
-def train_on_cluster(config: Config, task: Task | None, train: Train) -> "RunResult":
+def train_on_cluster(
+    config: Config, task: Task | None, train: Train, is_asked_to_stop: IsAskedToStop | None
+) -> "RunResult":
     """Call `train` where the configuration says, with Ray at hand."""
     assert config.cluster is not None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -32,7 +35,7 @@ def train_on_cluster(config: Config, task: Task | None, train: Train) -> "RunRes
         if obstacle := demand.obstacle(nodes):
             raise ConfigError(obstacle)
         if not demand.trainers.size:
-            return train(config, task)
+            return train(config, task, is_asked_to_stop)
         from trustbatch.cluster.trainers import train_together
 
-        return train_together(config, task, train)
+        return train_together(config, task, train, is_asked_to_stop)

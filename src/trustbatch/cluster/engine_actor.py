@@ -11,7 +11,7 @@ import torch
 from trustbatch.cluster.publications import Publication
 from trustbatch.config import Config
 from trustbatch.engines import Engines, open_engines
-from trustbatch.errors import EngineError
+from trustbatch.errors import DeadEngineError, EngineError
 from trustbatch.gpu_memory import let_memory_be_shared
 from trustbatch.policy import Policy, default_precision, quiet_bars
 from trustbatch.ranks import rank_device
@@ -80,8 +80,12 @@ class EngineActor:
         `alone` leaves second policies aside.
         """
         engines = self._ready()
-        self._load(published)
-        return self._drawn((engines.trained if alone else engines.all).generate(requests))
+        try:
+            self._load(published)
+            return self._drawn((engines.trained if alone else engines.all).generate(requests))
+        except DeadEngineError:
+            engines.all.close()  # or its files would outlive this actor, which is replaced now
+            raise
 
     def generate_in_flight(
         self, published: PublishedVersion, requests: Sequence[GenerationRequest]

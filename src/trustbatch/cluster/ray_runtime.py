@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from trustbatch.config import ClusterConfig, Config
+from trustbatch.config import Config
 from trustbatch.errors import ConfigError, EngineError
 
 QUIET = {
@@ -62,16 +62,18 @@ def joined_ray(config: Config) -> Iterator[None]:
     if ray.is_initialized():  # in an actor, or where the caller has started it
         yield
         return
-    _join(config.cluster)
+    _join(config)
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _join(cluster: ClusterConfig) -> None:
+def _join(config: Config) -> None:
     import ray
 
+    cluster = config.cluster
+    assert cluster is not None
     try:
         if cluster.address:
             handed_on = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
@@ -84,7 +86,7 @@ def _join(cluster: ClusterConfig) -> None:
                 logging_level=logging.ERROR,
             )
         else:
-            with _own_gpu_hidden(cluster):
+            with own_gpu_hidden(config.model.device, trainers=cluster.trainers):
                 ray.init(
                     address="local",
                     # what is counted is how many processes may run, and all of these shall
@@ -134,14 +136,19 @@ def _refuse_other_than_loopback() -> None:
 
 
 @contextmanager
-def _own_gpu_hidden(cluster: ClusterConfig) -> Iterator[None]:
-    """Keep the first GPU for the training in this process, where there are others for Ray."""
-    if cluster.trainers > 1 or torch.cuda.device_count() < 2:
+def own_gpu_hidden(device: str, *, trainers: int) -> Iterator[None]:
+    """Keep a GPU for the training in this process, where there are others for Ray.
+
+    It is the one that `model.device` names, or else the first.
+    """
+    if trainers > 1 or torch.cuda.device_count() < 2:
         yield
         return
     before = os.environ.get(VISIBLE_GPUS)
     all_gpus = before.split(",") if before else map(str, range(torch.cuda.device_count()))
-    os.environ[VISIBLE_GPUS] = ",".join(list(all_gpus)[1:])
+    own = 0 if device == "auto" else torch.device(device).index or 0
+    others = [gpu for number, gpu in enumerate(all_gpus) if number != own]
+    os.environ[VISIBLE_GPUS] = ",".join(others)
     try:
         yield
     finally:

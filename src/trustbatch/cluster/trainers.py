@@ -3,6 +3,7 @@
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,15 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from trustbatch.cluster.crew import DEATHS
-from trustbatch.cluster.driver import Train
+from trustbatch.cluster.driver import IsAskedToStop, Train
 from trustbatch.cluster.interface import listener_at, stay_on_interface
 from trustbatch.cluster.placement import Places, machines
+from trustbatch.cluster.sent_task import refuse_unsendable
 from trustbatch.config import Config
-from trustbatch.errors import ConfigError, EngineError, TrustbatchError
+from trustbatch.errors import EngineError, TrustbatchError
 from trustbatch.plan.demand import Demand
 from trustbatch.ranks import DEADLINE, joined_ranks
 from trustbatch.tasks import Task
-from trustbatch.tasks.problems import ProblemTask
 
 if TYPE_CHECKING:
     from trustbatch.api import RunResult
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 LOOK_EVERY = 1.0
 HEARD_LATER = 5.0
 """seconds until the death of a process that other ranks have noticed is known to Ray"""
+STOP_FILE = "stop"
+"""is in the run folder, which all machines see, while the trainers are asked to stop"""
 
 
 class TrainerActor:
@@ -53,7 +56,7 @@ class TrainerActor:
     ) -> "RunResult":
         """Meet the other ranks, at a file or an address, and train with them."""
         with joined_ranks(config.model.device, store=self._store(meet_at)):
-            return train(config, task)
+            return train(config, task, (config.run.path / STOP_FILE).exists)
 
     def _store(self, meet_at: Path | tuple[str, int]) -> Store:
         if isinstance(meet_at, Path):
@@ -69,20 +72,27 @@ class TrainerActor:
         )
 
 
-def train_together(config: Config, task: Task | None, train: Train) -> "RunResult":
+def train_together(
+    config: Config, task: Task | None, train: Train, is_asked_to_stop: IsAskedToStop | None
+) -> "RunResult":
     """Train on `cluster.trainers` ranks; if one of them ends, all do, and a sentence says why."""
     cluster = config.cluster
     assert cluster is not None
-    if isinstance(task, ProblemTask):
-        raise ConfigError(
-            f"The task {task.name!r} leaves its problems behind when it is sent to other trainers: "
-            'give it as a table, such as task={"name": "file", "path": ...}.'
-        )
+    if task is not None:
+        refuse_unsendable(task)
     remote: Any = ray.remote(TrainerActor)
     bundles = Demand.of(config, machines()).trainers
     places = Places(bundles, seconds=cluster.start_seconds)
+    stop_file = config.run.path / STOP_FILE
+
+    def hand_on_request() -> None:
+        # again and again: at first there may be no folder yet
+        if is_asked_to_stop is not None and is_asked_to_stop() and stop_file.parent.is_dir():
+            stop_file.touch()
+
     with tempfile.TemporaryDirectory(prefix="trustbatch-ranks-") as folder:
         try:
+            stop_file.unlink(missing_ok=True)  # of a start that was killed
             num_threads = torch.get_num_threads()
             actors = [
                 remote.options(**places.options(rank)).remote(rank, cluster.trainers, num_threads)
@@ -93,9 +103,10 @@ def train_together(config: Config, task: Task | None, train: Train) -> "RunResul
             if cluster.address:
                 meet_at = _listening(actors[0], cluster.start_seconds)
             calls = [actor.train.remote(train, config, task, meet_at) for actor in actors]
-            return _first_result(calls)
+            return _first_result(calls, meanwhile=hand_on_request)
         finally:
             places.close()  # which ends the trainers, and so the engines
+            stop_file.unlink(missing_ok=True)
 
 
 def _listening(actor: Any, seconds: float) -> tuple[str, int]:
@@ -112,10 +123,11 @@ def _listening(actor: Any, seconds: float) -> tuple[str, int]:
         ) from error
 
 
-def _first_result(calls: list[Any]) -> "RunResult":
-    """Wait for all ranks; returns what the first one did."""
+def _first_result(calls: list[Any], *, meanwhile: Callable[[], None]) -> "RunResult":
+    """Wait for all ranks; returns what the first one did. `meanwhile` is called again and again."""
     waiting = list(calls)
     while waiting:
+        meanwhile()
         done, waiting = ray.wait(waiting, timeout=LOOK_EVERY)
         for call in done:
             try:

@@ -15,7 +15,8 @@ from trustbatch.types import RolloutGroup
 
 
 def train_async(session: Session, progress: Progress) -> dict[str, float]:
-    """Train until the configured number of steps is done; returns the last step's metrics.
+    """Train until the configured number of steps is done, or until the session is asked to stop;
+    returns the last step's metrics.
 
     Consumes graded batches, the oldest first, each in `cluster.reuse` steps.
     Waits for the next batch and, before a checkpoint, for those that older versions still draw.
@@ -52,12 +53,16 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
             # while the drawer goes on: the engines take turns
             metrics |= session.evaluation.after_step(loop.step)
             write_down(session, groups, advantages, metrics)
-            if is_checkpoint_due(session):
+            # asked of the first rank alone: they may have been asked at different moments
+            is_asked_to_stop = from_rank_zero(session.is_asked_to_stop(), group=patient)
+            if is_checkpoint_due(session) or is_asked_to_stop:
                 state = drawer.state() if drawer else LoopState(step=loop.step)
                 from_rank_zero(None, group=patient)  # all wait, and then save together
                 session.checkpointer.save(state)
             session.checkpointer.raise_failure()
             progress.update(loop.step, metrics)
+            if is_asked_to_stop:
+                break
         session.checkpointer.finish()
     finally:
         if drawer and status:
@@ -65,6 +70,8 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
             session.scorer.close()
             drawer.close()
             status.close()
+    if loop.step < config.training.steps:
+        session.run.status.close("stopped")  # after those who would say that it runs
     return metrics
 
 

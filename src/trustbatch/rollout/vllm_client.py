@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from trustbatch.errors import EngineError
+from trustbatch.errors import DeadEngineError, EngineError
 from trustbatch.observe.progress import LiveLine
 from trustbatch.rollout.lifeline import kill_group
 from trustbatch.rollout.parcels import Chunk
@@ -122,25 +122,28 @@ class VllmClient:
     ) -> Any:
         """Ask for one thing and wait for its answer, for the process's death or the deadline."""
         if not self._end.alive:
-            raise EngineError(
+            raise DeadEngineError(
                 f"vLLM can't be asked {awaited}, since it has ended: start the run again."
             )
         try:
             self._connection.send((method, values))
             if not wait([self._connection, self._death], timeout=seconds):
                 raise self._failure(
+                    # one that is slow to start would be as slow in another's place
+                    EngineError if key == "start" else DeadEngineError,
                     f"vLLM was given {seconds:g} seconds {awaited} and has not answered: raise "
-                    f"rollout.vllm.{key}_seconds if it was busy"
+                    f"rollout.vllm.{key}_seconds if it was busy",
                 )
             if not self._connection.poll():
-                raise self._failure(self._obituary(awaited))
+                raise self._failure(DeadEngineError, self._obituary(awaited))
             kind, result = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise self._failure(self._obituary(awaited)) from error
+            raise self._failure(DeadEngineError, self._obituary(awaited)) from error
         if kind == "refused":
             raise EngineError(result)
-        if kind == "failed":
-            raise self._failure(f"vLLM failed when it was asked {awaited}: {result}")
+        if kind != "done":
+            dead = DeadEngineError if kind == "died" else EngineError
+            raise self._failure(dead, f"vLLM failed when it was asked {awaited}: {result}")
         return result
 
     def _obituary(self, awaited: str) -> str:
@@ -148,10 +151,11 @@ class VllmClient:
             self._process.wait(timeout=CLOSE_SECONDS)
         return (
             f"The vLLM process ended (exit status {self._process.returncode}) when it was asked "
-            f"{awaited}: start the run again, which continues from its last checkpoint"
+            f"{awaited}: see why in its log; a run that ends with it is continued by the same "
+            "command"
         )
 
-    def _failure(self, sentence: str) -> EngineError:
+    def _failure(self, kind: type[EngineError], sentence: str) -> EngineError:
         """Kill the process, keep its log, and return an error that quotes the end of it."""
         kill_group(self.pid)
         self._end()
@@ -159,9 +163,7 @@ class VllmClient:
         shutil.copyfile(self._log, kept)
         lines = kept.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
         quoted = " / ".join(line.strip() for line in lines)
-        return EngineError(
-            f"{sentence} (log in {kept}{', ends with: ' if quoted else ''}{quoted})."
-        )
+        return kind(f"{sentence} (log in {kept}{', ends with: ' if quoted else ''}{quoted}).")
 
 
 def _of_torchrun(key: str) -> bool:

@@ -6,6 +6,7 @@ nowhere. When the caller is gone it takes its whole group with it, whatever it i
 
 import os
 import sys
+from multiprocessing import active_children
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,17 +38,27 @@ def main(arguments: list[str]) -> None:
                 from trustbatch.rollout.vllm_host import VllmHost
 
                 host, result = VllmHost(*values), None
+                for core in active_children():
+                    assert core.pid is not None, "it was started"
+                    # vLLM itself waits without end for one that was killed
+                    end_with(core.pid)
             else:
                 result = getattr(host, method)(*values)
         except EngineError as error:
             connection.send(("refused", str(error)))
         except Exception as error:  # whatever it is, the caller must hear of it
-            connection.send(("failed", _in_one_line(error)))
+            connection.send(("died" if _is_of_dead_core(error) else "failed", _in_one_line(error)))
             raise
         else:
             connection.send(("done", result))
     if host is not None:
         host.close()
+
+
+def _is_of_dead_core(error: Exception) -> bool:
+    """Whether vLLM has noticed that a process of its own is gone."""
+    exceptions: Any = sys.modules.get("vllm.v1.engine.exceptions")  # not there if it won't load
+    return exceptions is not None and isinstance(error, exceptions.EngineDeadError)
 
 
 def _in_one_line(error: Exception) -> str:
