@@ -268,6 +268,19 @@ def test_a_dry_run_of_the_paper_needs_neither_hub_nor_gpu(
     assert " fits: needs" in shown
 
 
+def test_a_dry_run_of_benchmarks_shows_the_suite_and_no_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    StudyFolder(tmp_path).write(DEFINITIONS["fp8"](SCALES["paper"]), about={}, state="finished")
+    words = ["study", "benchmarks", "--scale", "paper", "--from", str(tmp_path), "--dry-run"]
+    assert main([*words, "--arms", "fp8-p3o"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 arms x seeds 0 = 1 evaluations" in shown
+    assert "aime24" in shown
+    assert "16 of each problem at temperature 1, top-p 0.95, at most 16384 tokens" in shown
+    assert "optimiser steps" not in shown
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
