@@ -21,10 +21,10 @@ from trustbatch.config import Config, parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.policy import count_parameters
-from trustbatch.studies.command import add_study_arguments, requested_study
+from trustbatch.studies.command import add_study_arguments, requested_pace, requested_study
 from trustbatch.studies.definitions import DEFINITIONS
 from trustbatch.studies.definitions.benchmarks import BASE_MODEL, benchmark_jobs, benchmarks
-from trustbatch.studies.folder import StudyFolder
+from trustbatch.studies.folder import StudyFolder, write_failure
 from trustbatch.studies.job import Job
 from trustbatch.studies.planned_jobs import training_jobs
 from trustbatch.studies.resolve import run_tree
@@ -268,6 +268,19 @@ def test_a_dry_run_of_the_paper_needs_neither_hub_nor_gpu(
     assert " fits: needs" in shown
 
 
+def test_a_dry_run_of_benchmarks_shows_the_suite_and_no_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    StudyFolder(tmp_path).write(DEFINITIONS["fp8"](SCALES["paper"]), about={}, state="finished")
+    words = ["study", "benchmarks", "--scale", "paper", "--from", str(tmp_path), "--dry-run"]
+    assert main([*words, "--arms", "fp8-p3o"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 arms x seeds 0 = 1 evaluations" in shown
+    assert "aime24" in shown
+    assert "16 of each problem at temperature 1, top-p 0.95, at most 16384 tokens" in shown
+    assert "optimiser steps" not in shown
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -286,10 +299,14 @@ def test_what_cannot_be_studied_is_refused(
     assert sentence in capsys.readouterr().err
 
 
-def requested(words: list[str]) -> tuple[Study, Scale]:
+def options(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_study_arguments(parser)
-    return requested_study(parser.parse_args(words))
+    return parser.parse_args(words)
+
+
+def requested(words: list[str]) -> tuple[Study, Scale]:
+    return requested_study(options(words))
 
 
 def numbers(run: Path) -> list[dict[str, float]]:
@@ -433,6 +450,37 @@ def test_too_few_minutes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["study", "clip", "--minutes", "0.1", "--out", str(out)]) == 2
     assert "give more than 0.12" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_run_that_does_not_stop_is_ended_when_the_time_is_over(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    study, _ = requested(small(tiny_folder, tmp_path))
+    (job, *_) = training_jobs(study, out=tmp_path, models=tmp_path, held_out=None)
+    # the worker has not even imported torch by then
+    pace = Pace(seconds=0.2, end_seconds=0.2)
+    lock = StudyFolder(tmp_path).lock()
+    tally = run_jobs([job], pace=pace, logs=tmp_path / "logs", lock=lock)
+    assert tally.left == [job.name]
+    assert not job.path.exists()
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES.keys())
+def test_minutes_are_kept_by_runs_that_do_not_stop(scale: Scale) -> None:
+    pace = requested_pace(options(["clip", "--minutes", "60"]), scale, time.monotonic())
+    assert pace.seconds is not None
+    assert pace.seconds + pace.end_seconds < 3600.0
+
+
+def test_what_failed_after_its_evaluation_is_not_done(tiny_folder: Path, tmp_path: Path) -> None:
+    study, _ = requested(small(tiny_folder, tmp_path))
+    (job, *_) = training_jobs(study, out=tmp_path, models=tmp_path, held_out=None)
+    (job.path / "checkpoints/step-8").mkdir(parents=True)
+    (job.path / "metrics.jsonl").write_text('{"step": 8}\n')
+    assert job.is_done
+    write_failure(job.path, "OSError: No space left on device", "")
+    tally = run_jobs([job], pace=Pace(), logs=tmp_path / "logs", lock=0)
+    assert (tally.done, tally.failed) == (0, [job.name])
 
 
 def test_a_job_travels_as_json(tiny_folder: Path, tmp_path: Path) -> None:

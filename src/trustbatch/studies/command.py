@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # imports torch, for which --list need not wait
 SCALES = ("cpu", "gpu", "paper")
 BENCHMARKS = "benchmarks"
 DEFAULT_FOLDER = Path("runs/studies")
+SHARE_OF_PAGE = 0.2
+"""of the seconds that a scale keeps for its end: what runs don't stop in, the page is written in"""
 
 
 def add_study_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,13 +93,14 @@ def study_command(options: argparse.Namespace, words: Sequence[str]) -> int:
 
         show_plan(console, study, scale, out=out, models=models)
         return 0
-    pace = _pace(options, scale, began)
+    pace = requested_pace(options, scale, began)
     jobs = _jobs(options, study, scale, out=out, models=models)
     return _run(console, study, scale, jobs, options, pace=pace, out=out, words=words)
 
 
-def _pace(options: argparse.Namespace, scale: Scale, began: float) -> "Pace":
-    from trustbatch.studies.runner import Pace
+def requested_pace(options: argparse.Namespace, scale: Scale, began: float) -> "Pace":
+    """Return how many at a time, and until when; `began` is when the command did."""
+    from trustbatch.studies.runner import STOP_SECONDS, Pace
 
     seconds = None
     if options.minutes is not None:
@@ -113,6 +116,7 @@ def _pace(options: argparse.Namespace, scale: Scale, began: float) -> "Pace":
         parallel=options.parallel,
         seconds=seconds,
         least_seconds=scale.least_seconds,
+        end_seconds=min(STOP_SECONDS, (1 - SHARE_OF_PAGE) * scale.end_seconds),
         threads=scale.threads,
     )
 

@@ -10,9 +10,9 @@ from trustbatch.config import parse_config
 from trustbatch.plan import describe_plan
 from trustbatch.plan.hardware import find_hardware
 from trustbatch.plan.memory import GIB
-from trustbatch.studies.definitions.benchmarks import BASE_MODEL
+from trustbatch.studies.definitions.benchmarks import NAME as BENCHMARKS
 from trustbatch.studies.resolve import run_tree
-from trustbatch.studies.scales.scale import Scale
+from trustbatch.studies.scales.scale import Scale, Suite
 from trustbatch.studies.study import Study
 from trustbatch.studies.tiny_models import tiny_models_in
 
@@ -31,8 +31,13 @@ def show_plan(console: Console, study: Study, scale: Scale, *, out: Path, models
     console.print(table)
     seeds = ", ".join(map(str, study.seeds))
     num_runs = len(study.arms) * len(study.seeds)
-    what = "evaluations" if study.arms[0].name == BASE_MODEL else "runs"
+    is_trained = study.name != BENCHMARKS
+    what = "runs" if is_trained else "evaluations"
     console.print(f"{len(study.arms)} arms x seeds {seeds} = {num_runs} {what} in {out}")
+    if not is_trained:
+        longest = max(parse_config(tree).rollout.max_tokens for tree in trees)
+        console.print(_suite(scale.suite, max(longest, scale.suite.max_tokens)), markup=False)
+        return
     config = parse_config(trees[0])
     console.print(f"\nThe first arm, {study.arms[0].name}:\n", markup=False)
     console.print(config.to_toml(), markup=False)
@@ -44,6 +49,15 @@ def show_plan(console: Console, study: Study, scale: Scale, *, out: Path, models
     memory = None if scale.gpu_memory_gib is None else scale.gpu_memory_gib * GIB
     hardware = find_hardware(config, gpu_memory=memory)
     console.print(describe_plan(config, hardware=hardware), markup=False)
+
+
+def _suite(suite: Suite, max_tokens: int) -> str:
+    names = ", ".join(task.get("label", task["name"]) for task in suite.tasks)
+    return (
+        f"\nsuite       {names}\n"
+        f"samples     {suite.samples} of each problem at temperature {suite.temperature:g}, "
+        f"top-p {suite.top_p:g}, at most {max_tokens} tokens"
+    )
 
 
 def _shown(value: Any) -> str:

@@ -45,7 +45,9 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing of it is left to do."""
+        """Whether nothing of it is left to do; what has failed, even at its very end, is not."""
+        if self.has_failed:
+            return False
         if self.kind == "make_model":
             return self.path.is_dir()
         if self.kind == "benchmark":

@@ -28,6 +28,8 @@ class Pace:
     """time for all of it; what is left then is for the next start"""
     least_seconds: float = 0.0
     """time left below which nothing is started"""
+    end_seconds: float = STOP_SECONDS
+    """in which what was asked to stop when the time was over must have ended"""
     threads: int | None = None
 
 
@@ -102,7 +104,7 @@ class _Runner:
                 return  # no time for those that wait
             self._hear(LOOK_SECONDS)
             self._show()
-            if self._until is not None and time.time() > self._until + STOP_SECONDS:
+            if self._until is not None and time.time() > self._until + self._pace.end_seconds:
                 return  # a worker that does not stop is ended; its last checkpoint remains
 
     def _wait_for_stop(self) -> None:

@@ -13,6 +13,7 @@ from trustbatch.studies.scales.scale import Scale
 from trustbatch.studies.study import Arm, Study
 from trustbatch.studies.tiny_models import tiny_models_in
 
+NAME = "benchmarks"
 BASE_MODEL = "base"
 EVALUATIONS = "evaluations"
 
@@ -28,7 +29,7 @@ def benchmarks(scale: Scale, source: Path) -> Study:
         )
     base = Arm(name=BASE_MODEL, label="Base model", changes={})
     return Study(
-        name="benchmarks",
+        name=NAME,
         scale=scale.name,
         title=f"Benchmarks of {before['title'].lower()}",
         question="Does what was learned hold on problems that nobody trained on?",

@@ -58,7 +58,8 @@ class Scale:
     least_seconds: float = 0.0
     """time left below which no run is started"""
     end_seconds: float = 0.0
-    """that a run which is asked to stop takes for its step and its checkpoint"""
+    """kept for the end: a run that is asked to stop takes its step and writes its checkpoint, and
+    the page is written"""
     gpu_memory_gib: float | None = None
     """of the GPUs that a plan counts on; this machine's unless told"""
 
