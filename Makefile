@@ -8,8 +8,11 @@ VLLM_VENV := .venv-vllm
 # waiting threads must not take the cores from each other; see src/trustbatch/__init__.py
 export GOMP_SPINCOUNT ?= 10000
 
-# A process a core, each with one thread. Files in their order: the longest tests come early.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# One process more than there are cores, since many tests wait for processes of their own, each with
+# one thread. Files in their order: the longest tests come early. No test needs the hub, which without
+# a network would be tried for half a minute.
+WORKERS = $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
+PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart smollm2 test test-fast test-long test-vllm check format benchmark clean
 

@@ -120,11 +120,7 @@ def test_unknown_key_gets_the_nearest_name(config: str, capsys: pytest.CaptureFi
     assert message == "error: Unknown key 'training.step': did you mean 'training.steps'?"
 
 
-def test_missing_model(
-    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # without a network the hub is asked for most of a minute, and the answer is the same
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_missing_model(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of(capsys, "train", config, "--model.name=no/such-model")
     assert "model.name = 'no/such-model' could not be loaded" in message
     assert "give a local folder" in message
