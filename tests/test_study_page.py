@@ -222,7 +222,8 @@ def test_the_interval_of_three_differences() -> None:
 
 def test_intervals_of_differences_that_do_not_vary() -> None:
     assert mean_interval([0.0, 0.0]) == (0.0, 0.0, 0.0, 1.0)
-    assert mean_interval([0.5, 0.5]) == (0.5, 0.5, 0.5, 0.0)
+    assert mean_interval([0.5, 0.5]) == (0.5, 0.5, 0.5, 0.5)  # no spread: as a sign test has it
+    assert mean_interval([0.1 + 0.2, 0.3, 0.3])[3] == 0.25  # rounding is no spread either
     value, low, _, p_value = mean_interval([0.5])
     assert (value, p_value) == (0.5, 1.0)
     assert math.isnan(low)
@@ -319,11 +320,11 @@ def test_seeds_are_paired_and_failures_named(tmp_path: Path) -> None:
     for seed, reward in enumerate((0.5, 0.6, 0.9)):
         write_run(tmp_path, P3O, seed, level(reward))
     write_run(tmp_path, DAPO, 0, level(0.4))
-    write_run(tmp_path, DAPO, 1, level(0.5))
+    write_run(tmp_path, DAPO, 1, level(0.498))
     write_run(tmp_path, DAPO, 2, level(0.5, 7), steps=10, failure="The gradient is not finite.")
     found = judge(read_study(tmp_path))
-    # the third seed has no partner; the others differ by 0.1 each
-    assert found.sentences[0].startswith("P3O is better than DAPO (+0.100, +0.100 to +0.100")
+    # the third seed has no partner; the others differ by 0.1 and 0.102
+    assert found.sentences[0].startswith("P3O is better than DAPO (+0.101, +0.088 to +0.114")
     assert "paired over 2 seeds" in found.sentences[0]
     assert found.remarks == (
         "DAPO failed with seed 2 (of 3); what it did not finish is not in the numbers.",
@@ -390,21 +391,21 @@ def test_several_regimes_are_compared_each_within_itself(tmp_path: Path) -> None
 
 def test_without_a_subject_the_best_arm_is_compared_with_all(tmp_path: Path) -> None:
     study_of(tmp_path, P3O, DAPO, GSPO, seeds=2, subject="none of them")
-    for arm, reward in ((P3O, 0.4), (DAPO, 0.7), (GSPO, 0.5)):
-        for seed in range(2):
+    for arm, rewards in ((P3O, (0.4, 0.4)), (DAPO, (0.7, 0.702)), (GSPO, (0.5, 0.5))):
+        for seed, reward in enumerate(rewards):
             write_run(tmp_path, arm, seed, level(reward))
     found = judge(read_study(tmp_path))
     assert len(found.differences) == 3
-    assert found.sentences[0].startswith("DAPO is better than P3O (+0.300")
-    assert "and GSPO (+0.200" in found.sentences[0]
+    assert found.sentences[0].startswith("DAPO is better than P3O (+0.301")
+    assert "and GSPO (+0.201" in found.sentences[0]
 
 
 def test_held_out_reward_decides_where_it_was_measured(tmp_path: Path) -> None:
     study_of(tmp_path, P3O, DAPO, seeds=2)
-    for seed in range(2):
+    for seed, reward in enumerate((0.5, 0.502)):
         write_run(tmp_path, P3O, seed, level(0.9), held_out=(0.3, 0.2, 0.4))
-        write_run(tmp_path, DAPO, seed, level(0.1), held_out=(0.5, 0.4, 0.6))
-    assert verdict(tmp_path).startswith("P3O is worse than DAPO (\N{MINUS SIGN}0.200")
+        write_run(tmp_path, DAPO, seed, level(0.1), held_out=(reward, 0.4, 0.6))
+    assert verdict(tmp_path).startswith("P3O is worse than DAPO (\N{MINUS SIGN}0.201")
 
 
 def test_one_seed_of_benchmarks_is_compared_over_problems(tmp_path: Path) -> None:
@@ -478,7 +479,7 @@ def test_a_family_spreads_over_its_members_on_benchmarks_too(tmp_path: Path) -> 
 
 
 def test_the_summary_is_a_table_with_the_verdict(tmp_path: Path) -> None:
-    two_arms(tmp_path, [0.7, 0.8], [0.4, 0.5])
+    two_arms(tmp_path, [0.7, 0.8], [0.4, 0.498])
     write_study_page(tmp_path)
     lines = (tmp_path / "summary.md").read_text().splitlines()
     assert lines[0] == "Which is better?"
@@ -487,9 +488,9 @@ def test_the_summary_is_a_table_with_the_verdict(tmp_path: Path) -> None:
         "| Arm | Runs finished | Final reward | Best reward | Final 1-ESS | Highest 1-ESS |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
         "| P3O | 2 of 2 | 0.750 ± 0.071 | 0.750 ± 0.071 | 0.001 | 0.001 |",
-        "| DAPO | 2 of 2 | 0.450 ± 0.071 | 0.450 ± 0.071 | 0.002 | 0.002 |",
+        "| DAPO | 2 of 2 | 0.449 ± 0.069 | 0.449 ± 0.069 | 0.002 | 0.002 |",
     ]
-    assert lines[11].startswith("**P3O is better than DAPO (+0.300")
+    assert lines[11].startswith("**P3O is better than DAPO (+0.301")
 
 
 def test_hardware_in_a_few_words() -> None:

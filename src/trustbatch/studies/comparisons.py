@@ -22,6 +22,9 @@ from trustbatch.evaluation.intervals import LEVEL
 from trustbatch.studies.results import ArmResult, Measure, Spread, StudyResults, StudyRun
 from trustbatch.studies.student_t import t_probability, t_quantile
 
+ROUNDING = 1e-9
+"""of a mean: a deviation below it is no deviation"""
+
 
 class Outcome(StrEnum):
     """What a comparison says of the first contender."""
@@ -200,8 +203,9 @@ def mean_interval(differences: Sequence[float]) -> tuple[float, float, float, fl
     if count < 2:
         return value, math.nan, math.nan, 1.0
     error = stdev(differences) / math.sqrt(count)
-    if error == 0.0:
-        return value, value, value, float(value == 0.0)
+    if error <= ROUNDING * abs(value):
+        # rewards are coarse, and equal differences say nothing of their spread: only signs count
+        return value, value, value, 2.0 ** (1 - count) if value else 1.0
     reach = t_quantile(LEVEL, count - 1) * error
     return value, value - reach, value + reach, t_probability(value / error, count - 1)
 
