@@ -134,7 +134,7 @@ def test_any_number_of_engines_trains_as_one_process_does(
     assert not (actual.folder / "weights").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_batches_are_reused_and_dynamic_sampling_keeps_the_bound(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -230,7 +230,7 @@ def test_smollm2_saved_and_loaded_again_is_the_same(smollm2: Policy, tmp_path: P
 
 
 @needs_smollm2
-@pytest.mark.slow
+@pytest.mark.long
 def test_smollm2_trains(tmp_path: Path) -> None:
     result = trustbatch.train(
         model={"name": "smollm2", "device": "cpu"},

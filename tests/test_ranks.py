@@ -48,7 +48,7 @@ def alone(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_objective_trains_the_same_on_any_number_of_ranks(
     num_ranks: int, alone: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
