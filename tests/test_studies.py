@@ -28,6 +28,7 @@ from trustbatch.studies.folder import StudyFolder, write_failure
 from trustbatch.studies.job import Job
 from trustbatch.studies.planned_jobs import training_jobs
 from trustbatch.studies.resolve import run_tree
+from trustbatch.studies.results import plain_name
 from trustbatch.studies.runner import Pace, run_jobs
 from trustbatch.studies.scales.cpu import cpu_scale
 from trustbatch.studies.scales.gpu import gpu_scale
@@ -162,7 +163,33 @@ def test_benchmarks_have_the_tokens_of_their_family(
         study, SCALES["paper"], source=tmp_path, out=tmp_path, models=tmp_path, data=None
     )
     assert {job.details["suite"]["max_tokens"] for job in jobs} == {max_tokens}
-    assert [job.details["is_checkpoint"] for job in jobs] == [False] + [True] * len(trained.arms)
+    num_kept = 2 if name == "fp8" else 1  # tab:benchmark_results: iterations 15 and 30
+    assert [job.details["is_checkpoint"] for job in jobs] == [False] + [True] * (
+        num_kept * len(trained.arms)
+    )
+
+
+def test_benchmarks_of_fp8_are_those_of_the_paper_s_figure(tmp_path: Path) -> None:
+    # fig:pass_at_k_fp8_avg and its columns
+    StudyFolder(tmp_path).write(DEFINITIONS["fp8"](SCALES["paper"]), about={}, state="finished")
+    study = benchmarks(SCALES["paper"], tmp_path)
+    assert study.paper_columns == {
+        "baseline_16k": "base",
+        "fp8_p3o_iter15": "p3o-iter15",
+        "fp8_p3o_iter30": "p3o",
+        "fp8_grpo_iter15": "grpo-0.4-iter15",
+        "fp8_grpo_iter30": "grpo-0.4",
+    }
+    assert set(study.paper_columns.values()) == {plain_name(arm) for arm in study.arms}
+    jobs = benchmark_jobs(
+        study, SCALES["paper"], source=tmp_path, out=tmp_path, models=tmp_path, data=None
+    )
+    models = {job.name: job.details["model"] for job in jobs}
+    checkpoints = tmp_path / "runs" / "fp8-p3o--seed-0" / "checkpoints"
+    assert models["fp8-p3o-iter15--seed-0"] == str(checkpoints / "step-15")
+    assert models["fp8-p3o--seed-0"] == str(checkpoints / "step-30")
+    labels = [arm.label for arm in study.arms]
+    assert labels[:3] == ["Base model", "Step 15: P3O, FP8 rollouts", "P3O, FP8 rollouts"]
 
 
 def test_held_out_answers_may_be_as_long_as_rollouts(tmp_path: Path) -> None:

@@ -82,15 +82,16 @@ class Worker:
             train_config(config, is_asked_to_stop=self.is_asked_to_stop)
         if not job.is_trained or (not job.is_done and self.is_asked_to_stop()):
             return "stopped"
-        checkpoint = job.path / "checkpoints" / f"step-{job.details['steps']}"
+        checkpoints = job.path / "checkpoints"
         if job.details["held_out"] is not None:
             evaluate_held_out(
-                checkpoint,
+                checkpoints / f"step-{job.details['steps']}",
                 job.details["held_out"],
                 model=job.details["tree"]["model"],
                 file=job.path / EVALUATION_FILE,
             )
-        keep_weights_only(checkpoint)
+        for checkpoint in checkpoints.glob("step-*"):
+            keep_weights_only(checkpoint)
         return "finished"
 
 

@@ -22,7 +22,11 @@ def cpu_scale() -> Scale:
             "training": {"steps": STEPS, "mini_batches": 8, "learning_rate": 3e-4},
             "run": {"checkpoint_every": STEPS, "keep_checkpoints": 1, "rollouts_every": STEPS},
         },
-        families={"async": {"training.mini_batches": 1}},
+        families={
+            "async": {"training.mini_batches": 1},
+            # as in the paper, what was learned half-way is evaluated too
+            "fp8": {"run.checkpoint_every": STEPS // 2, "run.keep_checkpoints": 2},
+        },
         seeds=(0, 1, 2, 3, 4),
         other_model=NEXT_TINY_MODEL,
         held_out=HeldOutTask(
