@@ -35,6 +35,7 @@ from trustbatch.studies.scales.gpu import gpu_scale
 from trustbatch.studies.scales.paper import paper_scale
 from trustbatch.studies.scales.scale import Scale
 from trustbatch.studies.study import Arm, Study
+from trustbatch.studies.worker import Worker
 from trustbatch.training.checkpoint import newest_checkpoint
 
 SCALES = {"cpu": cpu_scale(), "gpu": gpu_scale(), "paper": paper_scale()}
@@ -516,3 +517,22 @@ def test_a_job_travels_as_json(tiny_folder: Path, tmp_path: Path) -> None:
     received = Job(**json.loads(json.dumps(job.to_dict())))
     assert received.details == job.details
     assert not received.is_done
+
+
+def test_of_every_checkpoint_of_a_finished_run_the_model_alone_is_kept(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    tree = {
+        "model": {"name": str(tiny_folder), "device": "cpu"},
+        "task": {"name": "arithmetic"},
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 2},
+        "training": {"steps": 2},
+        "run": {"folder": str(tmp_path), "name": "run", "checkpoint_every": 1},
+    }
+    details = {"tree": tree, "steps": 2, "held_out": None}
+    job = Job(kind="train", name="run", folder=str(tmp_path / "run"), details=details)
+    assert Worker().do(job, None) == "finished"
+    for step in ("step-1", "step-2"):
+        kept = {path.name for path in (job.path / "checkpoints" / step).iterdir()}
+        assert "model.safetensors" in kept
+        assert "trainer" not in kept
