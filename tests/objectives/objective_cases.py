@@ -27,9 +27,12 @@ CASES: list[tuple[str, Options]] = [
     ("p3o", {"kl": "k3"}),
     ("p3o", {"kl": "top_k"}),
     ("p3o", {"kl": "none"}),
+    ("p3o", {"anchor": "sampler"}),
+    ("p3o", {"anchor": "sampler", "kl": "top_k"}),
     ("two_anchor", {}),
     ("two_anchor", {"kl": "k3"}),
     ("two_anchor", {"kl": "top_k"}),
+    ("two_anchor", {"anchor": "sampler", "kl": "top_k"}),
 ]
 EXTRAS: Options = {"entropy_coef": 0.03, "reference_kl_coef": 0.2}
 

@@ -44,6 +44,8 @@ class Tokens:
     top_logp: Array | None = None
     behaviour_top_logp: Array | None = None
     proximal_top_logp: Array | None = None
+    anchor_logp: Array | None = None
+    anchor_top_logp: Array | None = None
 
     def take(self, index: NDArray[np.int64]) -> "Tokens":
         """The tokens at `index`, in that order."""
@@ -148,12 +150,13 @@ def random_tokens(
 ) -> Tokens:
     """Tokens drawn by a behaviour policy, with every optional field, all from true distributions.
 
-    `spread` is how far the policy's logits are from the behaviour policy's.
+    `spread` is how far the policy's logits are from the behaviour policy's, which was drawn from at
+    temperature 1.3: the anchor is what it was before.
     """
     rng = np.random.default_rng(seed)
     count = sum(lengths)
     base = rng.normal(size=(count, vocabulary))
-    behaviour = log_softmax(base)
+    behaviour, anchor = log_softmax(base), log_softmax(1.3 * base)
     policy = log_softmax(base + spread * rng.normal(size=base.shape))
     proximal = log_softmax(policy + proximal_spread * rng.normal(size=base.shape))
     reference = log_softmax(base + 0.5 * rng.normal(size=base.shape))
@@ -172,6 +175,8 @@ def random_tokens(
         top_logp=np.take_along_axis(policy, likely, axis=1),
         behaviour_top_logp=np.take_along_axis(behaviour, likely, axis=1),
         proximal_top_logp=np.take_along_axis(proximal, likely, axis=1),
+        anchor_logp=anchor[rows, drawn],
+        anchor_top_logp=np.take_along_axis(anchor, likely, axis=1),
     )
 
 
@@ -185,6 +190,7 @@ def evaluate(
     tokens: Tokens,
     *,
     kl: str = "importance",
+    anchor: str = "model",
     entropy_coef: float = 0.0,
     reference_kl_coef: float = 0.0,
     num_tokens: int | None = None,
@@ -194,6 +200,10 @@ def evaluate(
     """The objective over `tokens`; N and S are theirs unless given (as for a micro-batch)."""
     valid = finite(tokens)
     kept = tokens.take(valid)
+    if anchor == "sampler" or tokens.anchor_logp is None:
+        kept = replace(
+            kept, anchor_logp=kept.behaviour_logp, anchor_top_logp=kept.behaviour_top_logp
+        )
     n = len(valid) if num_tokens is None else num_tokens
     s = len(np.unique(kept.sequence)) if num_sequences is None else num_sequences
     d_logp = np.zeros_like(tokens.logp)
@@ -259,14 +269,14 @@ def token_terms(
     if w_b + w_prox <= 0:
         return value, slope, None if kl != "top_k" else np.zeros_like(t.top_logp), ess
     if kl == "top_k":
-        anchor_top = t.behaviour_top_logp
+        anchor_top = t.anchor_top_logp
         if w_prox > 0:
-            anchor_top = log_mixture(w_b, t.behaviour_top_logp, w_prox, t.proximal_top_logp)
+            anchor_top = log_mixture(w_b, t.anchor_top_logp, w_prox, t.proximal_top_logp)
         penalty, slope_top = top_k_kl(t.top_logp, anchor_top)
         return value + (1 - e) * penalty, slope, (1 - e) * slope_top, ess
-    log_anchor = t.behaviour_logp
+    log_anchor = t.anchor_logp
     if w_prox > 0:
-        log_anchor = log_mixture(w_b, t.behaviour_logp, w_prox, t.proximal_logp)
+        log_anchor = log_mixture(w_b, t.anchor_logp, w_prox, t.proximal_logp)
     if kl == "k3":
         x = t.logp - log_anchor
         penalty, pull = k3(x), k3_slope(x)

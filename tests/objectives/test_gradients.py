@@ -12,6 +12,7 @@ from objective_cases import (
     EXTRAS,
     Options,
     every_objective,
+    finished,
     gradient,
     rounded_to_float32,
     run,
@@ -68,6 +69,24 @@ def test_p3o_gradient_by_hand() -> None:
     # k3: 0.2 (1 - 1/3)/2 in place of the penalty's pull
     batch, _ = run("p3o", tokens, kl="k3")
     assert_allclose(gradient(batch.logp), [-0.4 + 0.2 / 3, 0.4], rtol=1e-12)
+
+
+def test_p3o_pulls_to_the_model_and_not_to_the_sampler() -> None:
+    # The tokens above, drawn by 1/4; the model itself had 3/4 and 1/8: r, e and the caps stay.
+    # importance: r x with x = log(pi / model). Token 0: x = 0, no pull at all.
+    # Token 1: pi = 1/4, model = 1/8, x = log 2: 0.4 + 0.2 * log(2) / 2
+    tokens = Tokens(
+        logp=np.log([3 / 4, 1 / 4]),
+        behaviour_logp=np.log([1 / 4, 1 / 4]),
+        advantage=np.array([1.0, -1.0]),
+        sequence=np.array([0, 1]),
+        anchor_logp=np.log([3 / 4, 1 / 8]),
+    )
+    batch, output = run("p3o", tokens)
+    assert_allclose(gradient(batch.logp), [-0.4, 0.4 + 0.1 * log(2)], rtol=1e-12)
+    assert_allclose(finished(output)["weight/cap"], 0.8, rtol=1e-12)
+    batch, _ = run("p3o", tokens, anchor="sampler")
+    assert_allclose(gradient(batch.logp), [-0.4 + 0.3 * log(3), 0.4], rtol=1e-12)
 
 
 def test_grpo_gradient_by_hand_is_silent_only_where_the_clip_binds() -> None:
@@ -137,7 +156,7 @@ def test_only_the_weights_are_detached_in_p3o(name: str, kl: str) -> None:
     frozen = oracle.evaluate(name, tokens, kl=kl)
     e = frozen.ess["ess"]
     weight = np.minimum(np.exp(tokens.logp - tokens.behaviour_logp), e)
-    anchor, anchor_top = tokens.behaviour_logp, tokens.behaviour_top_logp
+    anchor, anchor_top = tokens.anchor_logp, tokens.anchor_top_logp
     if name == "two_anchor":
         w_b, w_prox = 1 - frozen.ess["behaviour"], 1 - frozen.ess["proximal"]
         anchor = oracle.log_mixture(w_b, anchor, w_prox, tokens.proximal_logp)

@@ -49,6 +49,7 @@ def tokens_with_log_ratios(log_ratios: list[float], advantages: list[float]) -> 
         logp=np.array(log_ratios) - 1.0,
         behaviour_logp=np.full(count, -1.0),
         proximal_logp=np.full(count, -1.0),
+        anchor_logp=np.full(count, -1.0),
         advantage=np.array(advantages, dtype=np.float64),
     )
 
@@ -446,9 +447,11 @@ def test_a_bad_value_is_refused_by_name(name: str, option: str, value: object) -
         ("decoupled", {}, "proximal_logp"),
         ("two_anchor", {}, "proximal_logp"),
         ("p3o", {"kl": "top_k"}, "top_logp"),
-        ("p3o", {"kl": "top_k"}, "behaviour_top_logp"),
+        ("p3o", {"kl": "top_k"}, "anchor_top_logp"),
+        ("p3o", {"kl": "top_k", "anchor": "sampler"}, "behaviour_top_logp"),
         ("two_anchor", {"kl": "top_k"}, "top_logp"),
-        ("two_anchor", {"kl": "top_k"}, "behaviour_top_logp"),
+        ("two_anchor", {"kl": "top_k"}, "anchor_top_logp"),
+        ("two_anchor", {"kl": "top_k", "anchor": "sampler"}, "behaviour_top_logp"),
         ("two_anchor", {"kl": "top_k"}, "proximal_top_logp"),
         *((name, {"entropy_coef": 0.1}, "entropy") for name in OBJECTIVES),
         *((name, {"reference_kl_coef": 0.1}, "reference_logp") for name in OBJECTIVES),

@@ -195,15 +195,15 @@ def test_dapo_with_equal_bounds_is_grpo(spread: float) -> None:
 
 
 @pytest.mark.parametrize("kl", ["importance", "k3", "top_k"])
-@pytest.mark.parametrize("anchor", ["logp", "behaviour_logp"])
-def test_two_anchor_with_an_uninformative_proximal_is_p3o(kl: str, anchor: str) -> None:
+@pytest.mark.parametrize("proximal", ["logp", "behaviour_logp"])
+def test_two_anchor_with_an_uninformative_proximal_is_p3o(kl: str, proximal: str) -> None:
     """Proximal == policy: e_prox = 1, its weight is 0. Proximal == behaviour: the mixture is pi_b
     and e_b = e_prox. Either way P3O is left."""
     tokens = oracle.random_tokens(35, [4, 6], spread=0.7)
-    top = {"logp": tokens.top_logp, "behaviour_logp": tokens.behaviour_top_logp}[anchor]
-    tokens = replace(tokens, proximal_logp=getattr(tokens, anchor), proximal_top_logp=top)
-    two_batch, two = run("two_anchor", tokens, kl=kl)
-    one_batch, one = run("p3o", tokens, kl=kl)
+    top = {"logp": tokens.top_logp, "behaviour_logp": tokens.behaviour_top_logp}[proximal]
+    tokens = replace(tokens, proximal_logp=getattr(tokens, proximal), proximal_top_logp=top)
+    two_batch, two = run("two_anchor", tokens, kl=kl, anchor="sampler")
+    one_batch, one = run("p3o", tokens, kl=kl, anchor="sampler")
     assert two.loss.item() == pytest.approx(one.loss.item(), rel=1e-10)
     assert_allclose(gradient(two_batch.logp), gradient(one_batch.logp), rtol=1e-9, atol=1e-13)
     top_gradients = gradient(two_batch.top_logp), gradient(one_batch.top_logp)
