@@ -25,6 +25,7 @@ from objective_cases import (
 from oracle import Array, Tokens
 
 from trustbatch.objectives import TokenBatch, build_objective
+from trustbatch.objectives.reinforce import Reinforce
 
 SEEDS = st.integers(0, 2**32 - 1)
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
@@ -122,6 +123,20 @@ def test_totals_of_different_objectives_do_not_add() -> None:
     batch = to_batch(oracle.random_tokens(0, [3]))
     with pytest.raises(AssertionError, match="different objectives"):
         build_objective("p3o").totals(batch) + build_objective("grpo").totals(batch)
+
+
+def test_sums_of_an_objective_add_and_move_with_its_totals() -> None:
+    class Summed(Reinforce):
+        def sums(self, tokens: TokenBatch) -> dict[str, torch.Tensor]:
+            return {"advantage": tokens.advantage.double().sum()}
+
+    parts = [oracle.random_tokens(seed, [3, 2]) for seed in range(2)]
+    totals = [Summed().totals(to_batch(part)) for part in parts]
+    expected = sum(part.advantage.sum() for part in parts)
+    added = (totals[0] + totals[1]).to(torch.device("cpu"))
+    assert added.sums["advantage"].item() == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(AssertionError, match="different objectives"):
+        totals[0] + Reinforce().totals(to_batch(parts[1]))
 
 
 @pytest.mark.parametrize("kl", ["importance", "k3", "top_k"])
