@@ -28,6 +28,15 @@ SMOOTH = [
     ("grpo", {"clip_low": 0.1, "clip_high": 0.3}),
     ("gspo", {"clip_low": 0.03, "clip_high": 0.05}),
 ]
+SMOOTH_BUT_FOR_THE_MASK = [
+    ("decoupled", {}),
+    *(
+        ("grpo_is", {"correction": f"{level}_{rule}", "correction_cap": 1.1})
+        for level in ("token", "sequence")
+        for rule in ("truncate", "mask")
+    ),
+    ("m2po", {}),
+]
 
 
 @every_objective
@@ -114,6 +123,20 @@ def test_decoupled_gradient_by_hand() -> None:
     assert_allclose(gradient(batch.logp), [-6.0], rtol=1e-12)
 
 
+def test_the_weights_of_the_rivals_are_constants() -> None:
+    """One token, A = 3: the gradient is -3 times the weight, whatever the weight's own slope is."""
+    tokens = Tokens(
+        logp=np.log([1 / 2]),
+        behaviour_logp=np.log([2 / 5]),
+        advantage=np.array([3.0]),
+        sequence=np.array([0]),
+    )
+    w = 1.25
+    for name, weight in {"dppo": w, "vcpo": w, "vespo": w**2 * np.exp(3 * (1 - w))}.items():
+        batch, _ = run(name, tokens)
+        assert_allclose(gradient(batch.logp), [-3 * weight], rtol=1e-12)
+
+
 @pytest.mark.parametrize(("name", "options"), SMOOTH)
 def test_gradcheck_where_nothing_is_detached(name: str, options: Options) -> None:
     tokens = oracle.random_tokens(3, [4, 2, 5], spread=0.5)
@@ -138,7 +161,7 @@ def central_differences(name: str, tokens: Tokens, options: Options, step: float
     return slopes
 
 
-@pytest.mark.parametrize(("name", "options"), [*SMOOTH, ("decoupled", {})])
+@pytest.mark.parametrize(("name", "options"), [*SMOOTH, *SMOOTH_BUT_FOR_THE_MASK])
 def test_gradient_equals_differences_of_the_oracle(name: str, options: Options) -> None:
     """The oracle's own closed forms are checked here too: both must equal the differences."""
     tokens = oracle.random_tokens(4, [4, 2, 5], spread=0.5)
@@ -187,7 +210,7 @@ def test_only_the_weights_are_detached_in_p3o(name: str, kl: str) -> None:
 def test_no_gradient_reaches_the_anchors() -> None:
     """A proximal snapshot computed with gradient switched on is still a constant."""
     tokens = oracle.random_tokens(6, [4, 2, 5], spread=0.6)
-    for name in ("decoupled", "two_anchor"):
+    for name in ("decoupled", "grpo_is", "two_anchor"):
         for kl in ("importance", "k3", "top_k") if name == "two_anchor" else (None,):
             batch = to_batch(tokens)
             batch.proximal_logp.requires_grad_()
