@@ -446,7 +446,7 @@ class Config(_Table):
         objective = data.setdefault("objective", {})
         if not isinstance(objective, dict):
             return data
-        if objective.setdefault("name", "p3o") in ("p3o", "two_anchor"):
+        if objective.setdefault("name", "p3o") in ("p3o", "two_anchor", "pact"):
             objective.setdefault("kl", "top_k")
             rollout = data.setdefault("rollout", {})
             if objective["kl"] == "top_k" and isinstance(rollout, dict):

@@ -55,13 +55,12 @@ class Totals:
         )
 
     def __add__(self, other: "Totals") -> "Totals":
-        assert self.moments.keys() == other.moments.keys(), "totals of different objectives"
         assert self.sums.keys() == other.sums.keys(), "totals of different objectives"
         assert self.pools.keys() == other.pools.keys(), "totals of different objectives"
         return Totals(
             num_tokens=self.num_tokens + other.num_tokens,
             num_sequences=self.num_sequences + other.num_sequences,
-            moments={name: self.moments[name] + other.moments[name] for name in self.moments},
+            moments=_added(self.moments, other.moments),
             sums={name: self.sums[name] + other.sums[name] for name in self.sums},
             pools={name: torch.cat([self.pools[name], other.pools[name]]) for name in self.pools},
         )
@@ -200,6 +199,12 @@ class Objective(ABC):
             if tokens.entropy is not None:
                 metrics["entropy"] = Mean.of(tokens.entropy)
             return metrics
+
+
+def _added(one: dict[str, RatioMoments], other: dict[str, RatioMoments]) -> dict[str, RatioMoments]:
+    """Add by name; a part of a step may have nothing of a source that another part has."""
+    both = {name: one[name] + other[name] for name in one.keys() & other.keys()}
+    return one | other | both
 
 
 def require(value: Tensor | None, name: str, needed_by: str) -> Tensor:
