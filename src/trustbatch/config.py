@@ -524,6 +524,11 @@ class Config(_Table):
         temperature = self.training.policy_temperature
         return self.rollout.temperature if temperature == "rollout" else float(temperature)
 
+    @property
+    def anchor_temperature(self) -> float | None:
+        """Temperature of the distribution that the objective pulls to; None where it does not."""
+        return self.policy_temperature if self.build_objective().needs_anchor else None
+
     def version_for(self, batch: int) -> int:
         """Return which version draws a batch (from 1): the oldest that its last use allows.
 

@@ -201,6 +201,7 @@ def configured_sampling(config: Config, policy: Policy) -> SamplingParams:
         top_k=rollout.top_k,
         top_logprobs=rollout.top_logprobs,
         logprob_mode=rollout.logprob_mode,
+        anchor_temperature=config.anchor_temperature,
     )
 
 

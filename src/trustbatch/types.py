@@ -45,6 +45,18 @@ class SamplingParams:
     """how many of the most likely tokens are recorded with their log-probs at each position"""
     logprob_mode: str = "processed"
     """"processed" records the distribution drawn from; "raw" the untempered, untruncated one"""
+    anchor_temperature: float | None = None
+    """the objective pulls to softmax(logits / this), whatever is drawn from; None: it does not"""
+
+    @property
+    def records_anchor(self) -> bool:
+        """Whether the anchor is another distribution than the recorded one, and so recorded too."""
+        if self.anchor_temperature is None:
+            return False
+        if self.logprob_mode == "raw":
+            return self.anchor_temperature != 1.0
+        is_cut = self.top_p < 1.0 or self.top_k > 0
+        return is_cut or self.anchor_temperature != self.temperature
 
     @property
     def of_any_length(self) -> SamplingParams:
@@ -134,6 +146,10 @@ class Completion:
     """[n, K] int64, the K most likely tokens at each position"""
     behaviour_top_logp: Tensor | None
     """[n, K] float32, their log-probs"""
+    anchor_logp: Tensor | None = None
+    """[n] float32, before temperature, top-k and top-p; None: the same as `behaviour_logp`"""
+    anchor_top_logp: Tensor | None = None
+    """[n, K] float32, likewise of the K tokens"""
     finish_reason: FinishReason
     provenance: Provenance
     text: str

@@ -44,6 +44,10 @@ class MicroBatch:
     """[T, K]"""
     behaviour_top_logp: Tensor | None
     """[T, K]"""
+    anchor_logp: Tensor | None
+    """[T], where it differs from `behaviour_logp`"""
+    anchor_top_logp: Tensor | None
+    """[T, K]"""
     policies: tuple[str, ...]
     """who drew each sequence"""
     version: Tensor
@@ -82,7 +86,9 @@ def micro_batches(
     own = bins_of_rank(bins, rank=rank, num_ranks=num_ranks)
     tops = {_top_width(sequence) for sequence in sequences}
     (top,) = tops if len(tops) == 1 else (None,)
-    return [_lay_out(each, pad_token_id if not packs else None, top=top) for each in own]
+    has_anchor = any(sequence.completion.anchor_logp is not None for sequence in sequences)
+    pad = pad_token_id if not packs else None
+    return [_lay_out(each, pad, top=top, has_anchor=has_anchor) for each in own]
 
 
 def _top_width(sequence: TrainSequence) -> int | None:
@@ -90,7 +96,9 @@ def _top_width(sequence: TrainSequence) -> int | None:
     return None if top is None else top.shape[1]
 
 
-def _lay_out(units: Bin, pad_token_id: int | None, *, top: int | None) -> MicroBatch:
+def _lay_out(
+    units: Bin, pad_token_id: int | None, *, top: int | None, has_anchor: bool
+) -> MicroBatch:
     """Lay units out, padded where there is a token for it; `top` tokens recorded everywhere."""
     sequences = [sequence for unit in units for sequence in unit.sequences]
     completions = [sequence.completion for sequence in sequences]
@@ -121,6 +129,8 @@ def _lay_out(units: Bin, pad_token_id: int | None, *, top: int | None) -> MicroB
         advantage=advantage.repeat_interleave(lengths),
         top_token_ids=_cat(completions, "top_token_ids", torch.int64, top),
         behaviour_top_logp=_cat(completions, "behaviour_top_logp", torch.float32, top),
+        anchor_logp=_anchors(completions, "logp") if has_anchor else None,
+        anchor_top_logp=_anchors(completions, "top_logp", top) if has_anchor and top else None,
         policies=tuple(completion.provenance.policy for completion in completions),
         version=torch.cat([none.long(), *(each.version_of_token for each in completions)]),
     )
@@ -168,3 +178,14 @@ def _cat(
         return None
     present = [each.of_policy(getattr(each, name)) for each in completions]
     return torch.cat([torch.zeros(0, width, dtype=dtype), *present])
+
+
+def _anchors(completions: Sequence[Completion], what: str, *width: int) -> Tensor:
+    """Put the anchor's [n, *width] end to end; who recorded none was drawn from it."""
+    parts = [torch.zeros(0, *width)]
+    for each in completions:
+        anchor = getattr(each, f"anchor_{what}")
+        parts.append(
+            each.of_policy(getattr(each, f"behaviour_{what}") if anchor is None else anchor)
+        )
+    return torch.cat(parts)

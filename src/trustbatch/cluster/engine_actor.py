@@ -2,11 +2,12 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import ray
 import torch
+from torch import Tensor
 
 from trustbatch.cluster.publications import Publication
 from trustbatch.config import Config
@@ -174,15 +175,10 @@ def _load_policy(config: Config) -> Policy:
 
 
 def _on_host(completion: Completion) -> Completion:
-    top, top_logp = completion.top_token_ids, completion.behaviour_top_logp
-    versions = completion.versions
+    values = {field.name: getattr(completion, field.name) for field in fields(completion)}
     return replace(
         completion,
-        token_ids=completion.token_ids.cpu(),
-        behaviour_logp=completion.behaviour_logp.cpu(),
-        top_token_ids=None if top is None else top.cpu(),
-        behaviour_top_logp=None if top_logp is None else top_logp.cpu(),
-        versions=None if versions is None else versions.cpu(),
+        **{name: each.cpu() for name, each in values.items() if isinstance(each, Tensor)},
     )
 
 

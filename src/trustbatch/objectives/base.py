@@ -99,6 +99,11 @@ class Objective(ABC):
         """Whether the [T, K] fields must be given."""
         return False
 
+    @property
+    def needs_anchor(self) -> bool:
+        """Whether it pulls to the anchor, which engines then record where it differs."""
+        return False
+
     def totals(self, batch: TokenBatch) -> Totals:
         """Sum over the batch what the step must know as a whole; carries no gradient."""
         with torch.no_grad():
@@ -142,6 +147,8 @@ class Objective(ABC):
             anchors.append(batch.reference_logp)
         if self.needs_top_logp:
             anchors.append(batch.behaviour_top_logp)
+        if self.needs_anchor:
+            anchors += [batch.anchor_logp, batch.anchor_top_logp]
         return batch.select(batch.measurable(*anchors))
 
     @staticmethod

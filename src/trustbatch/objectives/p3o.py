@@ -19,24 +19,29 @@ from trustbatch.objectives.token_batch import TokenBatch
 
 KL_CHOICES = ("importance", "k3", "top_k", "none")
 ESS_SCOPES = ("step", "micro_batch")
+ANCHORS = ("model", "sampler")
 
 
 @dataclass(frozen=True, kw_only=True)
 class P3O(Objective):
-    """loss = (1/N) sum [ -sg(min(r, e)) A logp + (1 - e) KL(pi || pi_b) ].
+    """loss = (1/N) sum [ -sg(min(r, e)) A logp + (1 - e) KL(pi || anchor) ].
 
-    e = sg((sum r)^2 / (N sum r^2)) is the normalised effective sample size of the ratios. Fakoor et
-    al., the paper's equation for L_P3O and its Algorithm 2. Differences from the paper: e is taken
-    over the whole optimiser step (`ess_scope="micro_batch"` takes it per micro-batch, as Algorithm
-    2 does), and `kl` chooses how the KL is measured from sampled tokens (see `estimators`).
+    e = sg((sum r)^2 / (N sum r^2)) is the normalised effective sample size of the ratios to what
+    was really drawn from. Fakoor et al., the paper's equation for L_P3O and its Algorithm 2.
+    Differences from the paper: the anchor is the *model* that drew the token, before temperature
+    and truncation (`anchor="sampler"` takes the tempered, truncated one, as the text says); e is
+    taken over the whole optimiser step (`ess_scope="micro_batch"` takes it per micro-batch, as
+    Algorithm 2 does), and `kl` chooses how the KL is measured (see `estimators`).
     """
 
     kl: str = "importance"
+    anchor: str = "model"
     ess_scope: str = "step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("kl", self.kl, KL_CHOICES)
+        require_choice("anchor", self.anchor, ANCHORS)
         require_choice("ess_scope", self.ess_scope, ESS_SCOPES)
 
     @property
@@ -49,16 +54,28 @@ class P3O(Objective):
         """The bucketed KL compares whole distributions, not sampled tokens."""
         return self.kl == "top_k"
 
+    @property
+    def needs_anchor(self) -> bool:
+        """Only a pull to the model looks beyond what was drawn from."""
+        return self.anchor == "model" and self.kl != "none"
+
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
         """Sums of the behaviour ratios and of their squares."""
         return {"behaviour": RatioMoments.of(tokens.logp - tokens.behaviour_logp)}
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        """Return the capped score-function loss and the ESS-weighted KL to the behaviour policy."""
+        """Return the capped score-function loss and the ESS-weighted KL to the anchor."""
         moments = self.scoped_moments(tokens, totals)
         ess = effective_sample_size(moments["behaviour"])
-        kl = self.kl_to(tokens, tokens.behaviour_logp, tokens.behaviour_top_logp)
+        kl = self.kl_to(tokens, *self.anchor_of(tokens))
         return self.capped_loss(tokens, totals, ess, kl)
+
+    def anchor_of(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
+        """Return the anchor's log-probs [T] and [T, K]; the sampler's where they are the same."""
+        sampler = tokens.behaviour_logp, tokens.behaviour_top_logp
+        if self.anchor == "sampler" or tokens.anchor_logp is None:
+            return sampler
+        return tokens.anchor_logp, tokens.anchor_top_logp
 
     def scoped_moments(self, tokens: TokenBatch, totals: Totals) -> dict[str, RatioMoments]:
         """Moments over the set of tokens that `ess_scope` names."""
@@ -88,7 +105,8 @@ class P3O(Objective):
             return torch.zeros_like(tokens.logp)
         if self.kl == "top_k":
             top_logp = require(tokens.top_logp, "top_logp", 'kl="top_k"')
-            anchor = require(anchor_top_logp, "behaviour_top_logp", 'kl="top_k"')
+            name = "anchor_top_logp" if tokens.anchor_logp is not None else "behaviour_top_logp"
+            anchor = require(anchor_top_logp, name, 'kl="top_k"')
             return kl_top_k(top_logp, anchor)
         x = tokens.logp - anchor_logp
         if self.kl == "k3":

@@ -34,6 +34,11 @@ class TokenBatch:
     """[T, K] policy's log-probabilities of the engine's K most likely tokens; carries gradient."""
     behaviour_top_logp: Tensor | None = None
     """[T, K] the engine's own log-probabilities of those tokens."""
+    anchor_logp: Tensor | None = None
+    """[T] log-probability under the policy that drew the token, before temperature, top-k and top-p
+    and at the temperature of the policy being optimised; None: the same as `behaviour_logp`."""
+    anchor_top_logp: Tensor | None = None
+    """[T, K] likewise of the engine's K most likely tokens."""
     proximal_top_logp: Tensor | None = None
     """[T, K] the proximal policy's log-probabilities of those tokens."""
 

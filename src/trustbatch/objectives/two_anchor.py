@@ -17,9 +17,9 @@ from trustbatch.objectives.token_batch import TokenBatch
 class TwoAnchor(P3O):
     """P3O with e = min(e_b, e_prox) and a KL toward an ESS-weighted mixture of both anchors.
 
-    mix = ((1 - e_b) pi_b + (1 - e_prox) pi_prox) / ((1 - e_b) + (1 - e_prox)). The paper's appendix
-    "Two-anchor extension of P3O". Where both weights vanish the KL term does too, since its factor
-    1 - e is then 0.
+    mix = ((1 - e_b) anchor + (1 - e_prox) pi_prox) / ((1 - e_b) + (1 - e_prox)), where `anchor` is
+    what the option of that name says. The paper's appendix "Two-anchor extension of P3O". Where
+    both weights vanish the KL term does too, since its factor 1 - e is then 0.
     """
 
     needs_proximal: ClassVar[bool] = True
@@ -39,10 +39,11 @@ class TwoAnchor(P3O):
         # with no distrust at all the weight is arbitrary: the KL is multiplied by 0
         share = torch.where(distrust > 0, (1.0 - ess_behaviour) / distrust.clamp(min=1e-300), 1.0)
         proximal = require(tokens.proximal_logp, "proximal_logp", "two_anchor").detach()
-        mixture = log_mixture(share.to(dtype), tokens.behaviour_logp, proximal)
+        drawn_by, drawn_by_top = self.anchor_of(tokens)
+        mixture = log_mixture(share.to(dtype), drawn_by, proximal)
         mixture_top = None
         if self.needs_top_logp:
-            behaviour_top = require(tokens.behaviour_top_logp, "behaviour_top_logp", 'kl="top_k"')
+            behaviour_top = require(drawn_by_top, "behaviour_top_logp", 'kl="top_k"')
             proximal_top = require(tokens.proximal_top_logp, "proximal_top_logp", 'kl="top_k"')
             mixture_top = log_mixture(share.to(dtype), behaviour_top, proximal_top.detach())
         ess = torch.minimum(ess_behaviour, ess_proximal)

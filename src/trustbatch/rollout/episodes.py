@@ -163,6 +163,8 @@ class Episode:
             behaviour_logp=self._recorded("behaviour_logp"),
             top_token_ids=self._recorded("top_token_ids"),
             behaviour_top_logp=self._recorded("behaviour_top_logp"),
+            anchor_logp=self._recorded("anchor_logp"),
+            anchor_top_logp=self._recorded("anchor_top_logp"),
             finish_reason=self.finish_reason,
             provenance=first.provenance,
             versions=self._versions(),

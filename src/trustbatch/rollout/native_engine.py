@@ -269,7 +269,7 @@ class NativeEngine:
             [(version, drawn[row.slot]) for version, drawn in spells if row.slot in drawn]
             for row in rows
         ]
-        results = [_joined([drawn for _, drawn in of_row]) for of_row in parts]
+        results = [Draw.joined([drawn for _, drawn in of_row]) for of_row in parts]
         provenances = {version: self._provenance(version, sampling) for version, _ in spells}
         texts = self.policy.decode([result.token_ids.tolist() for result in results])
         stops = set(sampling.stop_token_ids)
@@ -281,6 +281,8 @@ class NativeEngine:
                 behaviour_logp=result.logp,
                 top_token_ids=result.top_token_ids,
                 behaviour_top_logp=result.top_logp,
+                anchor_logp=result.anchor_logp,
+                anchor_top_logp=result.anchor_top_logp,
                 finish_reason=(
                     FinishReason.STOP if int(result.token_ids[-1]) in stops else FinishReason.LENGTH
                 ),
@@ -302,14 +304,6 @@ class NativeEngine:
             top_k=sampling.top_k,
             logprob_mode=sampling.logprob_mode,
         )
-
-
-def _joined(parts: Sequence[Draw]) -> Draw:
-    """Lay what was drawn of a row end to end."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = zip(*(part.tensors() for part in parts), strict=True)
-    return Draw(*(torch.cat(column) for column in columns), *[None] * (4 - len(parts[0].tensors())))
 
 
 def _versions(parts: Sequence[tuple[int, Draw]]) -> Tensor | None:
@@ -387,15 +381,12 @@ class _Ledger:
         # stable: the positions of a row stay in the order in which they were drawn
         order = slots.argsort(stable=True)
         names, lengths = slots[order].unique_consecutive(return_counts=True)
+        columns = {
+            name: part[order].split(lengths.tolist())
+            for name, part in Draw.joined(self.parts).tensors().items()
+        }
         # copies: a view would take the tokens of all other rows along to another process
-        columns = [
-            [part.clone() for part in torch.cat(parts)[order].split(lengths.tolist())]
-            for parts in zip(*(part.tensors() for part in self.parts), strict=True)
-        ]
-        nothing = [[None] * len(names)] * (4 - len(columns))
         return {
-            slot: Draw(*values)
-            for slot, values in zip(
-                names.tolist(), zip(*columns, *nothing, strict=True), strict=True
-            )
+            slot: Draw.of({name: column[number].clone() for name, column in columns.items()})
+            for number, slot in enumerate(names.tolist())
         }

@@ -96,6 +96,7 @@ def _completion_to_record(completion: Completion) -> dict[str, Any]:
 
 def _completion_from_record(record: dict[str, Any]) -> Completion:
     top_ids, top_logp = record.get("top_token_ids"), record.get("behaviour_top_logp")
+    anchor_logp, anchor_top = record.get("anchor_logp"), record.get("anchor_top_logp")
     drawn, versions = record.get("drawn"), record.get("versions")
     return Completion(
         prompt_id=record["prompt_id"],
@@ -104,6 +105,8 @@ def _completion_from_record(record: dict[str, Any]) -> Completion:
         behaviour_logp=torch.tensor(record["behaviour_logp"], dtype=torch.float32),
         top_token_ids=None if top_ids is None else torch.tensor(top_ids, dtype=torch.int64),
         behaviour_top_logp=None if top_logp is None else torch.tensor(top_logp),
+        anchor_logp=None if anchor_logp is None else torch.tensor(anchor_logp),
+        anchor_top_logp=None if anchor_top is None else torch.tensor(anchor_top),
         finish_reason=FinishReason(record["finish_reason"]),
         provenance=Provenance(**record["provenance"]),
         text=record["text"],

@@ -6,7 +6,7 @@ or on whether the run was interrupted.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,16 +34,30 @@ class Draw:
     """[B, K]"""
     top_logp: Tensor | None
     """[B, K] float32"""
+    anchor_logp: Tensor | None = None
+    """[B] float32, where the anchor is another distribution than the recorded one"""
+    anchor_top_logp: Tensor | None = None
+    """[B, K] float32"""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Draw":
+        """Build one from tensors by name; those that are not named are not there."""
+        return cls(**{name: tensors.get(name) for name in cls.__slots__})  # type: ignore[arg-type]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return those that are there, by name."""
+        parts = {name: getattr(self, name) for name in self.__slots__}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Draw":
         """Return the same with every tensor changed in the same way."""
-        parts = (self.token_ids, self.logp, self.top_token_ids, self.top_logp)
-        return Draw(*(None if part is None else change(part) for part in parts))  # type: ignore[arg-type]
+        return Draw.of({name: change(part) for name, part in self.tensors().items()})
 
-    def tensors(self) -> list[Tensor]:
-        """Return those that are there."""
-        parts = (self.token_ids, self.logp, self.top_token_ids, self.top_logp)
-        return [part for part in parts if part is not None]
+    @classmethod
+    def joined(cls, parts: Sequence["Draw"]) -> "Draw":
+        """Lay several end to end."""
+        names = parts[0].tensors()
+        return cls.of({name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def policy_seed(seed: int, policy: str) -> int:
@@ -113,14 +127,24 @@ def draw(logits: Tensor, keys: Tensor, position: int | Tensor, sampling: Samplin
         blocks = VocabularyBlocks(logits, sampling.temperature)
     token_ids = blocks.invert(uniforms(keys, position))
     recorded = VocabularyBlocks(logits, 1.0) if sampling.logprob_mode == "raw" else blocks
-    top_logp, top_token_ids = None, None
-    if sampling.top_logprobs:
+    anchor = None
+    if sampling.records_anchor:
+        assert sampling.anchor_temperature is not None
+        anchor = VocabularyBlocks(logits, sampling.anchor_temperature)
+    top_logp, top_token_ids, anchor_top_logp = None, None, None
+    if sampling.top_logprobs and anchor is None:
         top_token_ids, top_logp = recorded.top(sampling.top_logprobs)
+    elif sampling.top_logprobs and anchor is not None:
+        # both have the same order; where truncation has kept fewer than K, the anchor goes on
+        top_token_ids, anchor_top_logp = anchor.top(sampling.top_logprobs)
+        top_logp = recorded.logp(top_token_ids)
     return Draw(
         token_ids=token_ids,
         logp=recorded.logp(token_ids[:, None]).squeeze(-1),
         top_token_ids=top_token_ids,
         top_logp=top_logp,
+        anchor_logp=None if anchor is None else anchor.logp(token_ids[:, None]).squeeze(-1),
+        anchor_top_logp=anchor_top_logp,
     )
 
 

@@ -230,6 +230,12 @@ class VllmEngine:
                 + (", raise rollout.vllm.max_model_len," if self._can_be_raised else "")
                 + " or leave out long prompts."
             )
+        if request.sampling.records_anchor:
+            raise EngineError(
+                "vLLM records one distribution a token, but the objective pulls to the model while "
+                "tokens are drawn at another temperature or with top-p or top-k: set "
+                'objective.anchor = "sampler", or rollout.engine = "native".'
+            )
         if request.sampling.logprob_mode != self.logprob_mode:
             raise EngineError(
                 f"vLLM was started for {self.logprob_mode} log-probs, but the request wants "

@@ -217,6 +217,7 @@ class Trainer:
         entropy: Tensor | None = None,
     ) -> TokenBatch:
         batch, proximal = part.batch, part.proximal
+        with_top, with_anchor = self.objective.needs_top_logp, self.objective.needs_anchor
         if proximal is None and self.objective.needs_proximal:
             # a pass of one step: the policy that starts it is the policy that takes it
             detached_top = None if top_logp is None else top_logp.detach()
@@ -230,7 +231,9 @@ class Trainer:
             reference_logp=part.reference_logp,
             entropy=entropy,
             top_logp=top_logp,
-            behaviour_top_logp=batch.behaviour_top_logp if self.objective.needs_top_logp else None,
+            behaviour_top_logp=batch.behaviour_top_logp if with_top else None,
+            anchor_logp=batch.anchor_logp if with_anchor else None,
+            anchor_top_logp=batch.anchor_top_logp if with_top and with_anchor else None,
             proximal_top_logp=proximal.top_logp if proximal and top_logp is not None else None,
         )
 

@@ -180,16 +180,17 @@ class _Record:
         self.drawn = like.map(lambda part: part.new_zeros(num_steps, num_rows, *part.shape[1:]))
 
     def fits(self, drawn: Draw) -> bool:
-        """Whether it holds what was drawn: with as many of the most likely tokens, or none."""
-        mine, other = self.drawn.top_logp, drawn.top_logp
-        if mine is None or other is None:
-            return mine is other
-        return mine.shape[-1] == other.shape[-1]
+        """Whether it holds what was drawn: the same things, and as many most likely tokens."""
+        mine, other = self.drawn.tensors(), drawn.tensors()
+        return mine.keys() == other.keys() and all(
+            mine[name].shape[2:] == other[name].shape[1:] for name in mine
+        )
 
     def write(self, column: Tensor, drawn: Draw) -> None:
         """Note one token a row as the column-th."""
-        for place, part in zip(self.drawn.tensors(), drawn.tensors(), strict=True):
-            place[:, : len(part)].index_copy_(0, column, part[None])
+        places = self.drawn.tensors()
+        for name, part in drawn.tensors().items():
+            places[name][:, : len(part)].index_copy_(0, column, part[None])
 
 
 def _nothing(device: torch.device) -> Draw:
