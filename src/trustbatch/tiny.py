@@ -77,7 +77,8 @@ def build_model(
 
     The weights depend on ``seed`` alone, and the caller's random state is left as it was.
     """
-    eos_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    vocabulary = tokenizer.get_vocab()
+    eos_id, pad_id = vocabulary[str(tokenizer.eos_token)], vocabulary[str(tokenizer.pad_token)]
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=width,
