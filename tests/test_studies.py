@@ -34,11 +34,17 @@ from trustbatch.studies.scales.cpu import cpu_scale
 from trustbatch.studies.scales.gpu import gpu_scale
 from trustbatch.studies.scales.paper import paper_scale
 from trustbatch.studies.scales.scale import Scale
+from trustbatch.studies.scales.smoke import smoke_scale
 from trustbatch.studies.study import Arm, Study
 from trustbatch.studies.worker import Worker
 from trustbatch.training.checkpoint import newest_checkpoint
 
-SCALES = {"cpu": cpu_scale(), "gpu": gpu_scale(), "paper": paper_scale()}
+SCALES = {
+    "smoke": smoke_scale(),
+    "cpu": cpu_scale(),
+    "gpu": gpu_scale(),
+    "paper": paper_scale(),
+}
 
 
 def config_of(study: Study, arm: Arm, seed: int = 0) -> Config:
@@ -275,11 +281,35 @@ def _is_among(key: str, compared: set[str]) -> bool:
     return any(key == each or key.startswith(f"{each}.") for each in compared)
 
 
-def test_every_seed_has_a_warm_start_of_its_own() -> None:
-    study = DEFINITIONS["mixing"](SCALES["cpu"])
+@pytest.mark.parametrize(
+    ("scale", "model", "other"),
+    [
+        ("smoke", "tiny-model-3", "tiny-model-4"),
+        ("cpu", "derail-model-0", "derail-model-1"),
+    ],
+)
+def test_small_models_are_made_for_each_seed_and_larger_ones_for_all(
+    scale: str, model: str, other: str
+) -> None:
+    study = DEFINITIONS["mixing"](SCALES[scale])
     config = config_of(study, study.arms[0], seed=3)
-    assert config.model.name == "models/tiny-model-3"
-    assert config.rollout.policies[0].model == "models/tiny-model-4"
+    assert config.model.name == f"models/{model}"
+    assert config.rollout.policies[0].model == f"models/{other}"
+    jobs = training_jobs(study, out=Path("out"), models=Path("models"), held_out=None)
+    made = [job.name for job in jobs if job.kind == "make_model"]
+    assert len(made) == (2 if scale == "cpu" else len(study.seeds) + 1)
+    assert {model, other} <= set(made)
+
+
+def test_no_regime_is_older_than_the_run() -> None:
+    for scale in SCALES.values():
+        study = DEFINITIONS["stress"](scale)
+        regimes = {arm.regime for arm in study.arms}
+        assert {"fresh", "lag8", "t0.6", "t1.2", "top-p0.95", "t1.2-lag4"} <= regimes
+        for arm in study.arms:
+            config = config_of(study, arm)
+            lag = config.rollout.lag if config.cluster is None else config.cluster.max_lag
+            assert lag < config.training.steps
 
 
 def test_a_dry_run_of_the_paper_needs_neither_hub_nor_gpu(
@@ -347,7 +377,7 @@ def numbers(run: Path) -> list[dict[str, float]]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Workers of the cpu scale have one: sums depend on it in the last bits."""
+    """Workers of the smoke scale have one: sums depend on it in the last bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -357,7 +387,7 @@ def one_thread() -> Iterator[None]:
 def small(tiny_folder: Path, out: Path) -> list[str]:
     settings = ["run.checkpoint_every=2", "rollout.prompts_per_step=8", "training.mini_batches=2"]
     return [
-        *("clip", "--arms", "p3o,grpo-0.2", "--seeds", "1", "--steps", "8"),
+        *("clip", "--scale", "smoke", "--arms", "p3o,grpo-0.2", "--seeds", "1", "--steps", "8"),
         *("--model", str(tiny_folder), "--out", str(out)),
         *(word for setting in settings for word in ("--set", setting)),
     ]

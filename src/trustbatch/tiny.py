@@ -70,17 +70,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Return an untrained float32 Qwen3 of 0.33 million parameters for this tokenizer.
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, *, width: int = 128
+) -> Qwen3ForCausalLM:
+    """Return an untrained float32 Qwen3 for a tokenizer; 0.33 million parameters for the tiny one.
 
     The weights depend on ``seed`` alone, and the caller's random state is left as it was.
     """
     vocabulary = tokenizer.get_vocab()
-    eos_id, pad_id = vocabulary[EOS_TOKEN], vocabulary[PAD_TOKEN]
+    eos_id, pad_id = vocabulary[str(tokenizer.eos_token)], vocabulary[str(tokenizer.pad_token)]
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -116,15 +118,26 @@ def warm_start(
     gets a short line about once a second; what it raises stops the training. ``folder`` must not
     exist, and appears only once it is complete.
     """
-    if folder.exists():
-        raise CheckpointError(f"{folder} already exists: remove it or name another folder.")
+    refuse_existing(folder)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
     rows = _all_problems(tokenizer)
     generator = torch.Generator().manual_seed(seed)
-    report = _Reporter(progress, clean_steps + noisy_steps)
+    report = Reporter(progress, clean_steps + noisy_steps)
     _fit(model, rows, CLEAN, clean_steps, generator, report)
     _fit(model, rows, NOISY, noisy_steps, generator, report)
+    save_model(model, tokenizer, folder)
+    return folder
+
+
+def refuse_existing(folder: Path) -> None:
+    """Refuse a folder that is there, before time is spent on what shall be written to it."""
+    if folder.exists():
+        raise CheckpointError(f"{folder} already exists: remove it or name another folder.")
+
+
+def save_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a checkpoint that appears only once it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as staging:
         # A folder inside the temporary one has the usual permissions, not the private ones.
@@ -133,10 +146,9 @@ def warm_start(
             model.save_pretrained(finished)
             tokenizer.save_pretrained(finished)
         os.rename(finished, folder)
-    return folder
 
 
-class _Reporter:
+class Reporter:
     """Passes a line on to ``progress``, at most one a second, and always the last one."""
 
     def __init__(self, progress: Callable[[str], None] | None, total: int) -> None:
@@ -146,6 +158,7 @@ class _Reporter:
         self._last = float("-inf")
 
     def step(self, phase: str, loss: Tensor) -> None:
+        """Take note of one more step of the training."""
         self._step += 1
         now = time.monotonic()
         due = now - self._last >= PROGRESS_PERIOD_S or self._step == self._total
@@ -167,7 +180,7 @@ def _fit(
     phase: _Phase,
     steps: int,
     generator: torch.Generator,
-    report: _Reporter,
+    report: Reporter,
 ) -> None:
     """Train on random batches of ``rows`` for the given number of steps."""
     if steps == 0:

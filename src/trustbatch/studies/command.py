@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imports torch, for which --list need not wait
     from trustbatch.studies.job import Job
     from trustbatch.studies.runner import Pace
 
-SCALES = ("cpu", "gpu", "paper")
+SCALES = ("smoke", "cpu", "gpu", "paper")
 BENCHMARKS = "benchmarks"
 DEFAULT_FOLDER = Path("runs/studies")
 SHARE_OF_PAGE = 0.2
@@ -220,11 +220,15 @@ def _show_studies(console: Console) -> None:
 
 def _scale(options: argparse.Namespace) -> Scale:
     """Build the scale with what the command line changes for all arms."""
-    if options.scale == "cpu":
+    if options.task is not None and options.scale != "gpu":
+        raise ConfigError("--task is for the gpu scale: remove it.")
+    if options.scale == "smoke":
+        from trustbatch.studies.scales.smoke import smoke_scale
+
+        scale = smoke_scale()
+    elif options.scale == "cpu":
         from trustbatch.studies.scales.cpu import cpu_scale
 
-        if options.task is not None:
-            raise ConfigError("--task is for the gpu scale: remove it.")
         scale = cpu_scale()
     elif options.scale == "gpu":
         from trustbatch.studies.scales.gpu import gpu_scale
@@ -233,8 +237,6 @@ def _scale(options: argparse.Namespace) -> Scale:
     else:
         from trustbatch.studies.scales.paper import paper_scale
 
-        if options.task is not None:
-            raise ConfigError("--task is for the gpu scale: remove it.")
         scale = paper_scale(data=options.data)
     if options.second_model is not None:
         scale = replace(scale, other_model=options.second_model)

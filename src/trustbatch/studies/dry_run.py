@@ -44,7 +44,7 @@ def show_plan(console: Console, study: Study, scale: Scale, *, out: Path, models
     missing = [path for path in tiny_models_in(trees[0]) if not path.is_dir()]
     if missing:
         names = ", ".join(map(str, missing))
-        console.print(f"model       {names}: made at the start, 0.3M parameters", markup=False)
+        console.print(f"model       {names}: tiny, made at the start", markup=False)
         return
     memory = None if scale.gpu_memory_gib is None else scale.gpu_memory_gib * GIB
     hardware = find_hardware(config, gpu_memory=memory)

@@ -21,6 +21,23 @@ def temperature(value: float) -> Regime:
     )
 
 
+def top_p(value: float) -> Regime:
+    """Rollouts without the least likely tokens, which the policy still has."""
+    return Regime(
+        name=f"top-p{value:g}", label=f"top-p {value:g}", changes={"rollout.top_p": value}
+    )
+
+
+def hot_and_old(scale: Scale, value: float, versions: int) -> Regime:
+    """Rollouts at another temperature that are old as well."""
+    hot, old = temperature(value), lag(scale, versions)
+    return Regime(
+        name=f"{hot.name}-{old.name}",
+        label=f"{hot.label}, {old.label}",
+        changes={**hot.changes, **old.changes},
+    )
+
+
 def fp8() -> Regime:
     """Rollouts of a policy that is rounded to 8 bits."""
     return Regime(name="fp8", label="FP8 rollouts", changes={"rollout.precision": "fp8"})
@@ -43,12 +60,14 @@ def all_regimes(scale: Scale) -> tuple[Regime, ...]:
 
 def off_policy_regimes(scale: Scale) -> tuple[Regime, ...]:
     """Return them without the first."""
+    # with fewer steps than that, all rollouts would be those of the initial model
+    lags = [versions for versions in (2, 8, 32) if versions < scale.base["training"]["steps"]]
     return (
-        lag(scale, 2),
-        lag(scale, 8),
-        lag(scale, 32),
+        *(lag(scale, versions) for versions in lags),
         temperature(0.6),
         temperature(1.2),
+        top_p(0.95),
+        hot_and_old(scale, 1.2, 4),
         fp8(),
         mixed(scale, 0.25),
     )

@@ -1,4 +1,8 @@
-"""The tiny models of the smallest scale: one warm start a seed, made once for all studies."""
+"""The tiny models of the scales of a CPU: warm starts, made once for all studies.
+
+The quickstart's takes seconds, and every seed has one of its own. The one that reads a corpus takes
+minutes: all seeds share it, as they share a real model, and differ in prompts and draws.
+"""
 
 import fcntl
 import re
@@ -11,8 +15,11 @@ from trustbatch.errors import CheckpointError
 
 TINY_MODEL = "tiny-model-{seed}"
 NEXT_TINY_MODEL = "tiny-model-{seed+1}"
-_NAME = re.compile(r"tiny-model-(\d+)$")
-WAIT_SECONDS = 600.0
+DERAIL_MODEL = "derail-model-0"
+OTHER_DERAIL_MODEL = "derail-model-1"
+"""of another seed: other weights, and another corpus of the same author"""
+_NAME = re.compile(r"(tiny|derail)-model-(\d+)$")
+WAIT_SECONDS = 1200.0
 
 
 def placed(value: Any, *, seed: int, folder: Path) -> Any:
@@ -25,7 +32,7 @@ def placed(value: Any, *, seed: int, folder: Path) -> Any:
         return str(tiny_model(folder, seed))
     if value == NEXT_TINY_MODEL:
         return str(tiny_model(folder, seed + 1))
-    return value
+    return str(folder / value) if value in (DERAIL_MODEL, OTHER_DERAIL_MODEL) else value
 
 
 def tiny_model(folder: Path, seed: int) -> Path:
@@ -45,15 +52,22 @@ def tiny_models_in(tree: Any) -> list[Path]:
 
 def make_tiny_model(path: Path, *, say: Callable[[str], None]) -> None:
     """Warm-start a model unless it is there; waits for another process that is making it."""
-    from trustbatch.tiny import warm_start
-
     found = _NAME.search(path.name)
     assert found is not None, "tiny_models_in found it"
+    warm_start = _warm_start(found.group(1))
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / f".{path.name}.lock").open("w") as lock:
         _wait_for(lock.fileno(), path)
         if not path.is_dir():
-            warm_start(path, seed=int(found.group(1)), progress=say)
+            warm_start(path, seed=int(found.group(2)), progress=say)
+
+
+def _warm_start(kind: str) -> Callable[..., Path]:
+    if kind == "derail":
+        from trustbatch.derail.warm_start import warm_start
+    else:
+        from trustbatch.tiny import warm_start
+    return warm_start
 
 
 def _wait_for(lock: int, path: Path) -> None:

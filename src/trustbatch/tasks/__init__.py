@@ -21,6 +21,7 @@ from trustbatch.tasks.check import check_task
 from trustbatch.tasks.countdown import Countdown
 from trustbatch.tasks.curriculum import Curriculum
 from trustbatch.tasks.deepscaler import Deepscaler
+from trustbatch.tasks.derail import Derail
 from trustbatch.tasks.file import FileTask
 from trustbatch.tasks.fit import fit_task
 from trustbatch.tasks.gsm8k import Gsm8k
@@ -32,6 +33,7 @@ from trustbatch.tasks.problems import ProblemTask
 
 TASKS: dict[str, Any] = {
     "arithmetic": Arithmetic,
+    "derail": Derail,
     "file": FileTask,
     "gsm8k": Gsm8k,
     "deepscaler": Deepscaler,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from trustbatch.studies.definitions.asynchronous import asynchronous
 from trustbatch.studies.definitions.clip import clip
+from trustbatch.studies.definitions.deaths import deaths
 from trustbatch.studies.definitions.fp8 import fp8
 from trustbatch.studies.definitions.kl import kl
 from trustbatch.studies.definitions.mixing import mixing
@@ -25,6 +26,7 @@ DEFINITIONS: Mapping[str, Callable[[Scale], Study]] = {
     "two_anchor": two_anchor,
     "kl": kl,
     "stress": stress,
+    "deaths": deaths,
 }
 """those that train; `benchmarks` evaluates what one of them has trained"""
 

@@ -1,25 +1,27 @@
-"""The scale of a laptop: the quickstart's tiny model on two-digit sums, ten seconds a run."""
+"""The scale of a laptop that does not mislead: a small language in which objectives die.
 
-from trustbatch.quickstart import EVALUATION_SEED, MAX_TOKENS
+Long completions that a slip derails, a long tail of words and a weak signal: few samples, a high
+learning rate. docs/cpu-scale.md has what dies here beside what dies on a real model.
+"""
+
+from trustbatch.derail.corpus import MAX_TOKENS
+from trustbatch.derail.language import NUM_HELD_OUT
 from trustbatch.studies.scales.scale import HeldOutTask, Scale, Suite
-from trustbatch.studies.tiny_models import NEXT_TINY_MODEL, TINY_MODEL
+from trustbatch.studies.tiny_models import DERAIL_MODEL, OTHER_DERAIL_MODEL
 
-STEPS = 40
-LEVELS = (1, 2, 4)
-"""those on which the warm start is right now and then: no longer sums, no products"""
+STEPS = 20
+HELD_OUT = {"name": "derail", "split": "test"}
 
 
 def cpu_scale() -> Scale:
-    """Return it: every seed has a warm start of its own, as in the quickstart."""
+    """Return it: all seeds start from one model, as on a GPU."""
     return Scale(
         name="cpu",
         base={
-            "model": {"name": TINY_MODEL, "device": "cpu"},
-            "task": {"name": "arithmetic", "level": 2},
-            "rollout": {"prompts_per_step": 24, "samples_per_prompt": 8, "max_tokens": MAX_TOKENS},
-            # several optimiser steps a batch, as in the paper: with one, every ratio of fresh
-            # rollouts is 1 and all objectives are the same
-            "training": {"steps": STEPS, "mini_batches": 8, "learning_rate": 3e-4},
+            "model": {"name": DERAIL_MODEL, "device": "cpu"},
+            "task": {"name": "derail"},
+            "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_tokens": MAX_TOKENS},
+            "training": {"steps": STEPS, "mini_batches": 8, "learning_rate": 1e-3},
             "run": {"checkpoint_every": STEPS, "keep_checkpoints": 1, "rollouts_every": STEPS},
         },
         families={
@@ -28,20 +30,9 @@ def cpu_scale() -> Scale:
             "fp8": {"run.checkpoint_every": STEPS // 2, "run.keep_checkpoints": 2},
         },
         seeds=(0, 1, 2, 3, 4),
-        other_model=NEXT_TINY_MODEL,
-        held_out=HeldOutTask(
-            task={"name": "arithmetic", "seed": EVALUATION_SEED, "level": 2},
-            num_prompts=512,
-            num_samples=4,
-        ),
-        suite=Suite(
-            tasks=[
-                {"name": "arithmetic", "label": f"arithmetic-{level}", "level": level}
-                for level in LEVELS
-            ],
-            num_endless=128,
-            max_tokens=MAX_TOKENS,
-        ),
+        other_model=OTHER_DERAIL_MODEL,
+        held_out=HeldOutTask(task={**HELD_OUT, "seed": 0}, num_prompts=NUM_HELD_OUT, num_samples=4),
+        suite=Suite(tasks=[HELD_OUT], num_endless=NUM_HELD_OUT, max_tokens=MAX_TOKENS),
         # sums depend on the number of threads in their last bits
         threads=1,
         least_seconds=2.0,
