@@ -48,8 +48,6 @@ class DPPO(Objective):
         }
 
     def _divergence(self, logp: Tensor, behaviour_logp: Tensor) -> Tensor:
-        # a log-probability above 0 is broken input: taken as certainty, so that nothing overflows
-        logp, behaviour_logp = logp.clamp(max=0.0), behaviour_logp.clamp(max=0.0)
         p_b = behaviour_logp.exp()
         if self.divergence == "tv":
             return (logp.exp() - p_b).abs()
