@@ -237,6 +237,8 @@ class RewardConfig(_Table):
     """parts that add up to the reward"""
     ungraded: Literal["leave_out", "stop"] | float = "leave_out"
     """what becomes of a completion whose grader fails; a number is its reward"""
+    truncated: Literal["grade", "leave_out"] = "grade"
+    """what becomes of a completion that was cut for want of room"""
     workers: int | None = Field(default=None, ge=1)
     """grading processes; as many as there are cores unless told"""
     time_limit: float = Field(default=10.0, gt=0.0)
@@ -247,7 +249,8 @@ class RewardConfig(_Table):
     @property
     def limits(self) -> "RewardConfig":
         """The limits alone, for an evaluation: there the task's grader says what is right."""
-        return self.model_copy(update={"terms": (), "ungraded": "leave_out"})
+        update = {"terms": (), "ungraded": "leave_out", "truncated": "grade"}
+        return self.model_copy(update=update)
 
     @model_validator(mode="after")
     def _check(self) -> "RewardConfig":
