@@ -289,6 +289,7 @@ def test_what_an_objective_asks_of_the_trainer() -> None:
     }
     assert {n for n, o in asks.items() if o.totals_need_policy} == {"p3o", "two_anchor"}
     assert {n for n, o in asks.items() if o.needs_proximal} == {"decoupled", "two_anchor"}
+    assert {n for n, o in asks.items() if o.clips_behaviour_ratio} == {"grpo", "dapo", "gspo"}
     assert not any(o.needs_top_logp for o in asks.values())
     assert build_objective("p3o", kl="top_k").needs_top_logp
     assert not build_objective("p3o", ess_scope="micro_batch").totals_need_policy

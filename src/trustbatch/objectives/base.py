@@ -84,6 +84,8 @@ class Objective(ABC):
 
     needs_proximal: ClassVar[bool] = False
     """whether TokenBatch.proximal_logp must be given"""
+    clips_behaviour_ratio: ClassVar[bool] = False
+    """whether tokens far from the behaviour policy have no gradient on the side A asks for"""
 
     def __post_init__(self) -> None:
         require_number("entropy_coef", self.entropy_coef)
