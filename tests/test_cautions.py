@@ -21,7 +21,7 @@ def of(*, name: str = "grpo", policy: Any = 1.0, **rollout: Any) -> str:
     return " ".join(cautions(parse_config(tree)))
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
 def test_a_clip_is_named_where_temperatures_differ(name: str) -> None:
     assert of(name=name) == of(name=name, temperature=0.6, policy="rollout") == ""
     hot, cold = of(name=name, temperature=1.2), of(name=name, temperature=0.6)
@@ -34,6 +34,16 @@ def test_a_clip_is_named_where_temperatures_differ(name: str) -> None:
     assert "entropy falls" in cold
     # the policy's temperature is what counts, not 1
     assert "entropy falls" in of(name=name, policy=1.2)
+
+
+def test_a_clip_of_sequences_has_words_of_its_own() -> None:
+    assert of(name="gspo") == of(name="gspo", temperature=0.6, policy="rollout") == ""
+    for temperature in (0.6, 1.2):
+        told = of(name="gspo", temperature=temperature)
+        assert "most of what is wrong (A < 0, r < 1 - clip_low) is silenced" in told
+        assert "entropy" not in told
+    raw = of(name="gspo", temperature=1.2, policy="rollout", logprob_mode="raw")
+    assert "most of what is wrong, or most of what is right, is silenced" in raw
 
 
 @pytest.mark.parametrize("name", ["reinforce", "cispo", "decoupled", "p3o", "two_anchor"])
@@ -79,3 +89,26 @@ def test_a_clip_moves_the_entropy_of_rewards_that_say_nothing(
     clipped = entropy_slope("grpo", clip_low=0.1, clip_high=0.1)
     assert clipped > 1e-3 if rises else clipped < -1e-3
     assert entropy_slope("cispo") == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.2, 0.8])
+def test_a_clip_of_sequences_silences_the_wrong_ones(temperature: float) -> None:
+    """Drawn at random, 64 sequences of 400 tokens, right and wrong by lot."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.linspace(3.0, -3.0, 16, dtype=torch.float64)
+    drawn_from = (logits / temperature).softmax(0)
+    tokens = drawn_from.multinomial(64 * 400, replacement=True, generator=generator)
+    logp = logits.log_softmax(0)[tokens].requires_grad_()
+    wrong = (torch.arange(64) % 2 == 0).repeat_interleave(400)
+    batch = TokenBatch(
+        logp=logp,
+        behaviour_logp=drawn_from.log()[tokens],
+        advantage=torch.where(wrong, -1.0, 1.0).double(),
+        sequence=torch.arange(64).repeat_interleave(400),
+    )
+    objective = build_objective("gspo")
+    objective(batch, objective.totals(batch)).loss.backward()
+    assert logp.grad is not None
+    silenced = (logp.grad == 0).double()
+    assert silenced[wrong].mean() > 0.9
+    assert silenced[~wrong].mean() < 0.1

@@ -341,7 +341,7 @@ def test_honest_settings_are_off_policy_by_configuration(
 
 def test_a_clip_that_meets_another_temperature_is_named(model_folder: Path) -> None:
     policy = load(model_folder)
-    tables = {"rollout": {"temperature": 0.6}, "objective": {"name": "gspo"}}
+    tables = {"rollout": {"temperature": 0.6}, "objective": {"name": "dapo"}}
     config = config_of(model_folder, **tables)
     verdict, examination = diagnose(config, policy, NativeEngine(policy, seed=0))
     assert found(verdict) == (set(), {"temperature"})

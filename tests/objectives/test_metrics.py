@@ -289,7 +289,8 @@ def test_what_an_objective_asks_of_the_trainer() -> None:
     }
     assert {n for n, o in asks.items() if o.totals_need_policy} == {"p3o", "two_anchor"}
     assert {n for n, o in asks.items() if o.needs_proximal} == {"decoupled", "two_anchor"}
-    assert {n for n, o in asks.items() if o.clips_behaviour_ratio} == {"grpo", "dapo", "gspo"}
+    clipped = {n: o.clips_behaviour_ratio for n, o in asks.items() if o.clips_behaviour_ratio}
+    assert clipped == {"grpo": "token", "dapo": "token", "gspo": "sequence"}
     assert not any(o.needs_top_logp for o in asks.values())
     assert build_objective("p3o", kl="top_k").needs_top_logp
     assert not build_objective("p3o", ess_scope="micro_batch").totals_need_policy
