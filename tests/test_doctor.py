@@ -339,6 +339,18 @@ def test_honest_settings_are_off_policy_by_configuration(
     assert all(part.mean_abs < 1e-5 for name, part in parts.items() if name != cause)
 
 
+def test_a_clip_that_meets_another_temperature_is_named(model_folder: Path) -> None:
+    policy = load(model_folder)
+    tables = {"rollout": {"temperature": 0.6}, "objective": {"name": "dapo"}}
+    config = config_of(model_folder, **tables)
+    verdict, examination = diagnose(config, policy, NativeEngine(policy, seed=0))
+    assert found(verdict) == (set(), {"temperature"})
+    assert "wrong and likely (A < 0, r < 1 - clip_low)" in words(verdict)
+    assert "so entropy falls by itself" in words(verdict)
+    cured = config_of(model_folder, rollout={"temperature": 0.6})
+    assert "entropy falls" not in words(judge(examination, cured))
+
+
 def test_the_tempered_policy_is_on_policy_at_its_own_temperature(model_folder: Path) -> None:
     policy = load(model_folder)
     config = config_of(

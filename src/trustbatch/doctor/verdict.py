@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from trustbatch.cautions import cautions
 from trustbatch.config import Config
 from trustbatch.doctor.arithmetic import NOISE_FACTOR, PLAIN
 from trustbatch.doctor.examine import Examination
@@ -364,8 +365,9 @@ def _second_policies(config: Config) -> list[Finding]:
 
 
 def _notes(config: Config) -> list[str]:
-    """What makes rollouts off-policy later, and can't be seen before anything is trained."""
-    notes = []
+    """What can't be seen before anything is trained: what the objective makes of the rollouts, and
+    what makes them off-policy later."""
+    notes = cautions(config)
     if config.rollout.lag:
         notes.append(
             f"rollout.lag = {config.rollout.lag}: batches will be up to that many versions old, "

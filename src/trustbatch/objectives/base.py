@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -93,6 +93,8 @@ class Objective(ABC):
 
     needs_proximal: ClassVar[bool] = False
     """whether TokenBatch.proximal_logp must be given"""
+    clips_behaviour_ratio: ClassVar[Literal["token", "sequence"] | None] = None
+    """of what it silences where r is already far from 1 on the side that A asks for, if at all"""
 
     def __post_init__(self) -> None:
         require_number("entropy_coef", self.entropy_coef)
