@@ -204,7 +204,9 @@ class Objective(ABC):
 
 
 def _added(one: dict[str, RatioMoments], other: dict[str, RatioMoments]) -> dict[str, RatioMoments]:
-    """Add by name; a part of a step may have nothing of a source that another part has."""
+    """Add by name; a part of a step may lack the NAME/SOURCE of a source that another part has."""
+    kinds = [{name.split("/")[0] for name in moments} for moments in (one, other)]
+    assert kinds[0] == kinds[1], "totals of different objectives"
     both = {name: one[name] + other[name] for name in one.keys() & other.keys()}
     return one | other | both
 

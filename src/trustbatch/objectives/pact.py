@@ -65,7 +65,7 @@ class PACT(Objective):
         source = _sources(tokens)
         return {
             f"behaviour/{each}": RatioMoments.of(log_ratio[source == each])
-            for each in source.unique().tolist()
+            for each in {0, *source.unique().tolist()}
         }
 
     def sums(self, tokens: TokenBatch) -> dict[str, Tensor]:
