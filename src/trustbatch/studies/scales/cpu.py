@@ -21,7 +21,14 @@ def cpu_scale() -> Scale:
             "model": {"name": DERAIL_MODEL, "device": "cpu"},
             "task": {"name": "derail"},
             "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_tokens": MAX_TOKENS},
-            "training": {"steps": STEPS, "mini_batches": 8, "learning_rate": 1e-3},
+            "training": {
+                "steps": STEPS,
+                "mini_batches": 8,
+                "learning_rate": 1e-3,
+                # a rate that fades ends what drifts before it has got anywhere
+                "schedule": "constant",
+                "warmup_fraction": 0.0,
+            },
             "run": {"checkpoint_every": STEPS, "keep_checkpoints": 1, "rollouts_every": STEPS},
         },
         families={
