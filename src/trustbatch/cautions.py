@@ -22,9 +22,10 @@ def _clipped_temperature(config: Config) -> list[str]:
     is_raw = recorded != drawn
     mode = ' with rollout.logprob_mode = "raw"' if is_raw else ""
     cure = 'rollout.logprob_mode to "processed", and ' if is_raw else ""
-    effect = (
-        _on_sequences(is_raw=is_raw) if clipped == "sequence" else _on_tokens(recorded > policy)
-    )
+    if clipped == "sequence":
+        effect = _on_sequences(is_raw=is_raw)
+    else:
+        effect = _on_tokens(recorded > policy, has_range=clipped == "token")
     return [
         f"rollout.temperature = {drawn:g}{mode} and a policy temperature of {policy:g} move the "
         f"ratio r that {config.objective.name} clips: {effect}; set {cure}rollout.temperature and "
@@ -33,15 +34,16 @@ def _clipped_temperature(config: Config) -> list[str]:
     ]
 
 
-def _on_tokens(is_hotter: bool) -> str:
+def _on_tokens(is_hotter: bool, *, has_range: bool) -> str:
     """With the policy p at temperature 1 and tokens recorded at T, r = p^(1 - 1/T) Z.
 
     At T > 1 it is below 1 for unlikely tokens and above 1 for likely ones, whatever the rewards.
     """
     wrong, right = ("unlikely", "likely") if is_hotter else ("likely", "unlikely")
+    low, high = ("1 - clip_low", "1 + clip_high") if has_range else ("1", "1")
     return (
-        f"what is wrong and {wrong} (A < 0, r < 1 - clip_low) or right and {right} (A > 0, "
-        f"r > 1 + clip_high) is silenced, so entropy {'rises' if is_hotter else 'falls'} by itself"
+        f"what is wrong and {wrong} (A < 0, r < {low}) or right and {right} (A > 0, "
+        f"r > {high}) is silenced, so entropy {'rises' if is_hotter else 'falls'} by itself"
     )
 
 

@@ -93,7 +93,7 @@ class Objective(ABC):
 
     needs_proximal: ClassVar[bool] = False
     """whether TokenBatch.proximal_logp must be given"""
-    clips_behaviour_ratio: ClassVar[Literal["token", "sequence"] | None] = None
+    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = None
     """of what it silences where r is already far from 1 on the side that A asks for, if at all"""
 
     def __post_init__(self) -> None:

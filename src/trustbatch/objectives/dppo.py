@@ -1,6 +1,7 @@
 """DPPO: drop tokens whose probability has moved too far, not tokens whose ratio has."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ class DPPO(Objective):
     divergence: str = "tv"
     threshold: float = 0.15
     weight_cap: float = 20.0
+
+    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = "mask"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,7 +24,7 @@ class GRPO(Objective):
     clip_low: float = 0.2
     clip_high: float = 0.2
 
-    clips_behaviour_ratio: ClassVar[Literal["token", "sequence"] | None] = "token"
+    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,7 +24,7 @@ class GSPO(Objective):
     clip_low: float = 3e-4
     clip_high: float = 4e-4
 
-    clips_behaviour_ratio: ClassVar[Literal["token", "sequence"] | None] = "sequence"
+    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = "sequence"
 
     def __post_init__(self) -> None:
         super().__post_init__()
