@@ -65,19 +65,18 @@ class AnchoredSampler(Sampler):
         # does not matter which of several equally likely ones are among them
         top = self._logits.topk(num_top, dim=-1).indices
         ids = torch.cat((token_ids[:, None], top), dim=-1)
-        tempered = self._logits.gather(-1, ids).float() / self.anchor_temperature
-        pairs = torch.stack((logprobs.gather(-1, ids), tempered - self._normaliser()), dim=-1)
+        pairs = torch.stack((logprobs.gather(-1, ids), self._anchor(ids)), dim=-1)
         return LogprobsTensors(
             ids.repeat_interleave(2, dim=-1).to(torch.int32),
             pairs.flatten(1),
             torch.zeros_like(token_ids),  # ranks, which nobody asks for
         )
 
-    def _normaliser(self) -> Tensor:
-        """Return the anchor's logsumexp, [B, 1]."""
+    def _anchor(self, ids: Tensor) -> Tensor:
+        """Return the anchor's log-probs of tokens [B, 1 + K], a few rows of logits at a time."""
         rows = max(LOGITS_AT_A_TIME // self._logits.shape[-1], 1)
         parts = [
-            (part.float() / self.anchor_temperature).logsumexp(-1, keepdim=True)
-            for part in self._logits.split(rows)
+            (part.float() / self.anchor_temperature).log_softmax(-1).gather(-1, of_part)
+            for part, of_part in zip(self._logits.split(rows), ids.split(rows), strict=True)
         ]
         return torch.cat(parts)
