@@ -42,6 +42,7 @@ DEFAULTS: dict[str, dict[str, float | str]] = {
     "vcpo": {"weight_cap": 8.0, "base_ess": 1.0},
     "p3o": {},
     "two_anchor": {},
+    "pact": {},
 }
 
 
@@ -61,6 +62,7 @@ class Tokens:
     proximal_top_logp: Array | None = None
     anchor_logp: Array | None = None
     anchor_top_logp: Array | None = None
+    source: NDArray[np.int64] | None = None
 
     def take(self, index: NDArray[np.int64]) -> "Tokens":
         """The tokens at `index`, in that order."""
@@ -213,6 +215,7 @@ def random_tokens(
         proximal_top_logp=np.take_along_axis(proximal, likely, axis=1),
         anchor_logp=anchor[rows, drawn],
         anchor_top_logp=np.take_along_axis(anchor, likely, axis=1),
+        source=rng.integers(3, 5, size=count),  # two sources, whose numbers need not begin at 0
     )
 
 
@@ -293,6 +296,8 @@ def token_terms(
         value, slope = clipped_surrogate(q, a, options["clip_low"], options["clip_high"])
         return weight * value, weight * slope, None, {}
 
+    if name == "pact":
+        return pact(t, kl, **options)
     e_b = normalised_ess(log_ratio)
     if name == "p3o":
         e, w_b, w_prox = e_b, 1.0, 0.0
@@ -322,6 +327,34 @@ def token_terms(
     else:
         penalty, pull = importance_kl(t.logp, log_anchor, t.behaviour_logp)
     return value + (1 - e) * penalty, slope + (1 - e) * pull, None, ess
+
+
+def pact(
+    t: Tokens, kl: str, pull: float | None = None
+) -> tuple[Array, Array, Array | None, dict[str, float]]:
+    """-min(r, e of the token's source) A logp + c KL(pi || prox); c is a constant of the step."""
+    r, a = ratio(t.logp - t.behaviour_logp), ratio(t.proximal_logp - t.behaviour_logp)
+    e = np.zeros_like(r)
+    for source in np.unique(t.source):
+        e[t.source == source] = normalised_ess((t.logp - t.behaviour_logp)[t.source == source])
+    sequences = [t.sequence == one for one in np.unique(t.sequence)]
+    rms = np.sqrt(np.mean([t.advantage[inside][0] ** 2 for inside in sequences]))
+    drift = r.sum() ** 2 / (a.sum() * (r**2 / a).sum())
+    support = min(1.0, r.sum() / a.sum())
+    left = len(sequences) * (drift * support) ** (len(r) / len(sequences))
+    c = rms / np.sqrt(max(1.0, left)) if pull is None else pull
+    weight = np.minimum(r, e)
+    value, slope = -weight * t.advantage * t.logp, -weight * t.advantage
+    ess = {"pull": c, "sequences": left}
+    if kl == "top_k":
+        penalty, slope_top = top_k_kl(t.top_logp, t.proximal_top_logp)
+        return value + c * penalty, slope, c * slope_top, ess
+    x = t.logp - t.proximal_logp
+    if kl == "k3":
+        penalty, force = k3(x), k3_slope(x)
+    else:
+        penalty, force = importance_kl(t.logp, t.proximal_logp, t.behaviour_logp)
+    return value + c * penalty, slope + c * force, None, ess
 
 
 def gspo(t: Tokens, clip_low: float, clip_high: float) -> tuple[float, Array]:

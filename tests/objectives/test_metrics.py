@@ -52,6 +52,15 @@ OWN = {
     "vespo": {"weight/mean"},
     "vcpo": {"ratio/capped_fraction", "weight/cap", "ess/sequence", "learning_rate/factor"},
     "p3o": {"kl/penalty", "ratio/capped_fraction", "weight/cap"},
+    "pact": {
+        "kl/penalty",
+        "ratio/capped_fraction",
+        "weight/cap",
+        "pull/strength",
+        "pull/sequences",
+        "pull/ess",
+        "pull/support",
+    },
     "two_anchor": {
         "kl/penalty",
         "ratio/capped_fraction",

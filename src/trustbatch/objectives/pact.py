@@ -13,6 +13,7 @@ from trustbatch.objectives.p3o import KL_CHOICES, kl_to, model_anchor
 from trustbatch.objectives.token_batch import TokenBatch
 
 ANCHORS = ("proximal", "model", "both")
+TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class PACT(Objective):
 
     def sums(self, tokens: TokenBatch) -> dict[str, Tensor]:
         """Squares of sequences' advantages, and what the drift from the anchor is measured by."""
-        anchor, _ = self._trusted(tokens)
+        anchor = self._anchor(tokens)
         policy = bounded((tokens.logp.detach() - tokens.behaviour_logp).double())
         trusted = bounded((anchor - tokens.behaviour_logp).double())
         ids, index = torch.unique(tokens.sequence, return_inverse=True)
@@ -80,7 +81,7 @@ class PACT(Objective):
         return {
             "advantage_squares": squares.sum(),
             "policy_mass": policy.exp().sum(),
-            "anchor_mass": trusted.exp().sum(),
+            "proximal_mass": trusted.exp().sum(),
             "second_moment": (2 * policy - trusted).exp().sum(),
         }
 
@@ -94,24 +95,28 @@ class PACT(Objective):
         loss = score + pull * kl
         if self.anchor == "both":
             loss = loss + (1.0 - cap) * kl_to(self.kl, tokens, *model_anchor(self.kl, tokens))
-        trust = _trust(totals).expand(ratio.shape)
         return totals.per_token(loss), {
             "kl/penalty": Mean.of(kl),
             "ratio/capped_fraction": Mean.of((ratio > cap * (1.0 + 1e-5)).float()),
             "weight/cap": Mean.of(cap),
             "pull/strength": Mean.of(pull.expand(ratio.shape)),
             "pull/sequences": Mean.of(_num_trusted(totals).expand(ratio.shape)),
-            "pull/trust": Mean.of(trust),
+            "pull/ess": Mean.of(_proximal_ess(totals).expand(ratio.shape)),
+            "pull/support": Mean.of(_support(totals).expand(ratio.shape)),
         }
+
+    def _anchor(self, tokens: TokenBatch) -> Tensor:
+        if self.anchor == "model":
+            return tokens.behaviour_logp if tokens.anchor_logp is None else tokens.anchor_logp
+        return require(tokens.proximal_logp, "proximal_logp", "pact").detach()
 
     def _trusted(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
         if self.anchor == "model":
             return model_anchor(self.kl, tokens)
-        proximal, top = tokens.proximal_logp, tokens.proximal_top_logp
-        proximal = require(proximal, "proximal_logp", "pact").detach()
-        if not self.needs_top_logp or tokens.top_logp is None:
-            return proximal, None
-        return proximal, require(top, "proximal_top_logp", 'kl="top_k"').detach()
+        if not self.needs_top_logp:
+            return self._anchor(tokens), None
+        top = require(tokens.proximal_top_logp, "proximal_top_logp", 'kl="top_k"')
+        return self._anchor(tokens), top.detach()
 
     def _pull(self, totals: Totals) -> Tensor:
         if self.pull is not None:
@@ -121,20 +126,23 @@ class PACT(Objective):
         return deviation * _num_trusted(totals).clamp(min=1.0).rsqrt()
 
 
-def _trust(totals: Totals) -> Tensor:
-    """Return s e_prox, a token's."""
-    policy, anchor = totals.sums["policy_mass"], totals.sums["anchor_mass"]
-    second = totals.sums["second_moment"]
-    tiny = torch.finfo(torch.float64).tiny
-    drift = (policy.square() / (anchor * second).clamp(min=tiny)).clamp(max=1.0)
-    support = (policy / anchor.clamp(min=tiny)).clamp(max=1.0)
-    return drift * support
+def _proximal_ess(totals: Totals) -> Tensor:
+    """Return e_prox on the data, E[pi / pi_b]^2 / (E[prox / pi_b] E[pi^2 / (prox pi_b)])."""
+    squares = totals.sums["proximal_mass"] * totals.sums["second_moment"]
+    return (totals.sums["policy_mass"].square() / squares.clamp(min=TINY)).clamp(max=1.0)
+
+
+def _support(totals: Totals) -> Tensor:
+    """Return s: e is blind to mass that leaves the support, as all ratios fall alike."""
+    mass = totals.sums["policy_mass"] / totals.sums["proximal_mass"].clamp(min=TINY)
+    return mass.clamp(max=1.0)
 
 
 def _num_trusted(totals: Totals) -> Tensor:
     """Return n_eff: so many sequences of the policy as it is now the batch can speak for."""
     sequences = totals.num_sequences.clamp(min=1.0)
-    return sequences * _trust(totals) ** (totals.num_tokens / sequences)
+    per_token = _proximal_ess(totals) * _support(totals)
+    return sequences * per_token ** (totals.num_tokens / sequences)
 
 
 def _sources(tokens: TokenBatch) -> Tensor:
