@@ -112,13 +112,15 @@ def plan(words: list[str]) -> list[dict[str, Any]]:
 
 def work(queue: Any, lock: Any, args: Any, deadline: float, revision: str) -> None:
     """Take runs from the queue until it is empty or there is no time for another."""
+    from trustbatch.errors import TrustbatchError
+
     while (job := queue.get()) is not None:
         if time.time() > deadline - args.least_seconds:
             return
         started = time.time()
         try:
             record = run(job, args)
-        except (RuntimeError, ValueError) as error:  # a run that fails is shown, others go on
+        except (RuntimeError, TrustbatchError) as error:  # a run that fails is shown, others go on
             print(f"FAILED {job['name']}: {error}", flush=True)
             continue
         record |= {"seconds": round(time.time() - started, 1), "commit": revision}
@@ -198,7 +200,7 @@ def configuration(job: dict[str, Any], args: Any, folder: str) -> dict[str, Any]
             "steps": num_steps,
             "mini_batches": 8,
             "learning_rate": 4e-6,
-            "micro_batch_tokens": 8192,
+            "micro_batch_tokens": 4096,
         },
         "run": {"name": job["name"], "folder": folder, "rollouts_logged": 0},
     }
