@@ -50,7 +50,9 @@ CASES: list[tuple[str, Options]] = [
     ("pact", {}),
     ("pact", {"kl": "k3"}),
     ("pact", {"kl": "top_k"}),
-    ("pact", {"kl": "top_k", "pull": 0.3}),
+    ("pact", {"anchor": "proximal", "kl": "top_k", "pull": 0.3}),
+    ("pact", {"anchor": "model", "kl": "top_k"}),
+    ("pact", {"pull": "deviation"}),
 ]
 EXTRAS: Options = {"entropy_coef": 0.03, "reference_kl_coef": 0.2}
 

@@ -229,7 +229,7 @@ def evaluate(
     tokens: Tokens,
     *,
     kl: str = "importance",
-    anchor: str = "model",
+    anchor: str | None = None,
     entropy_coef: float = 0.0,
     reference_kl_coef: float = 0.0,
     num_tokens: int | None = None,
@@ -252,6 +252,8 @@ def evaluate(
         return Result(0.0, d_logp, d_entropy, d_top)
 
     options = {**DEFAULTS[name], **options}
+    if name == "pact":
+        options["anchor"] = anchor or "both"
     if name in RIVALS:
         value, slope = RIVALS[name](kept, **options)
         loss, slope, slope_top, ess = value.sum() / n, slope / n, None, {}
@@ -330,10 +332,13 @@ def token_terms(
 
 
 def pact(
-    t: Tokens, kl: str, pull: float | None = None
+    t: Tokens, kl: str, anchor: str, pull: str | float = "standard_error"
 ) -> tuple[Array, Array, Array | None, dict[str, float]]:
-    """-min(r, e of the token's source) A logp + c KL(pi || prox); c is a constant of the step."""
-    r, a = ratio(t.logp - t.behaviour_logp), ratio(t.proximal_logp - t.behaviour_logp)
+    """-min(r, e) A logp + c KL(pi || prox) + (1 - e) KL(pi || model), e of the token's source."""
+    near, near_top = t.proximal_logp, t.proximal_top_logp
+    if anchor == "model":
+        near, near_top = t.anchor_logp, t.anchor_top_logp
+    r, a = ratio(t.logp - t.behaviour_logp), ratio(near - t.behaviour_logp)
     e = np.zeros_like(r)
     for source in np.unique(t.source):
         e[t.source == source] = normalised_ess((t.logp - t.behaviour_logp)[t.source == source])
@@ -342,19 +347,25 @@ def pact(
     drift = r.sum() ** 2 / (a.sum() * (r**2 / a).sum())
     support = min(1.0, r.sum() / a.sum())
     left = len(sequences) * (drift * support) ** (len(r) / len(sequences))
-    c = rms / np.sqrt(max(1.0, left)) if pull is None else pull
+    measured = {"standard_error": rms / np.sqrt(max(1.0, left)), "deviation": rms}
+    c = measured[pull] if isinstance(pull, str) else pull
     weight = np.minimum(r, e)
     value, slope = -weight * t.advantage * t.logp, -weight * t.advantage
     ess = {"pull": c, "sequences": left}
-    if kl == "top_k":
-        penalty, slope_top = top_k_kl(t.top_logp, t.proximal_top_logp)
-        return value + c * penalty, slope, c * slope_top, ess
-    x = t.logp - t.proximal_logp
-    if kl == "k3":
-        penalty, force = k3(x), k3_slope(x)
-    else:
-        penalty, force = importance_kl(t.logp, t.proximal_logp, t.behaviour_logp)
-    return value + c * penalty, slope + c * force, None, ess
+    pulls = [(c * np.ones_like(r), near, near_top)]
+    if anchor == "both":
+        pulls.append((1 - e, t.anchor_logp, t.anchor_top_logp))
+    slope_top = None if kl != "top_k" else np.zeros_like(t.top_logp)
+    for strength, log_anchor, anchor_top in pulls:
+        if kl == "top_k":
+            penalty, force_top = top_k_kl(t.top_logp, anchor_top)
+            force, slope_top = 0.0, slope_top + strength[:, None] * force_top
+        elif kl == "k3":
+            penalty, force = k3(t.logp - log_anchor), k3_slope(t.logp - log_anchor)
+        else:
+            penalty, force = importance_kl(t.logp, log_anchor, t.behaviour_logp)
+        value, slope = value + strength * penalty, slope + strength * force
+    return value, slope, slope_top, ess
 
 
 def gspo(t: Tokens, clip_low: float, clip_high: float) -> tuple[float, Array]:

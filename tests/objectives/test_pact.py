@@ -34,12 +34,19 @@ def test_loss_and_gradient_by_hand() -> None:
     assert values["pull/sequences"] == pytest.approx(2 * (25 / 28) ** 2, rel=1e-12)
     assert values["pull/ess"] == pytest.approx(25 / 28, rel=1e-12)
     assert values["pull/support"] == 1.0
-    # capped scores -0.9, -0.9, 2, 2; the KL pulls at the first token only, by r log r
-    expected = [-0.9 + pull * 2 * log(2), -0.9, 2.0, 2.0]
+    # capped scores -0.9, -0.9, 2, 2; both KLs pull at the first token only, by r log r: to the
+    # proximal policy with c, to the model, which is the sampler here, with 1 - 0.9
+    expected = [-0.9 + (pull + 0.1) * 2 * log(2), -0.9, 2.0, 2.0]
     assert_allclose(gradient(batch.logp), np.array(expected) / 4, rtol=1e-12)
     kl = 2 * (log(2) - 1) + 1
     score = -0.9 * (log(1 / 2) + log(1 / 4)) + 4 * log(1 / 4)
-    assert output.loss.item() == pytest.approx((score + pull * kl) / 4, rel=1e-12)
+    assert output.loss.item() == pytest.approx((score + (pull + 0.1) * kl) / 4, rel=1e-12)
+    batch, _ = run("pact", tokens, anchor="proximal")
+    expected = [-0.9 + pull * 2 * log(2), -0.9, 2.0, 2.0]
+    assert_allclose(gradient(batch.logp), np.array(expected) / 4, rtol=1e-12)
+    for option, strength in (("deviation", sqrt(5 / 2)), (0.3, 0.3)):
+        values = finished(run("pact", tokens, pull=option)[1])
+        assert values["pull/strength"] == pytest.approx(strength, rel=1e-12)
 
 
 def test_the_pull_is_never_stronger_than_the_advantage() -> None:
@@ -96,11 +103,12 @@ def test_a_stale_source_does_not_tax_a_fresh_one() -> None:
         proximal_logp=tokens.logp,
         source=np.where(is_fresh, 0, 1),
     )
+    tokens = replace(tokens, anchor_logp=tokens.behaviour_logp)
     batch, output = run("pact", tokens)
     fresh = gradient(batch.logp)[:6]
     assert_allclose(fresh, -tokens.advantage[:6] / 12, rtol=1e-12)  # REINFORCE's
     one_batch, _ = run("pact", replace(tokens, source=np.zeros(12, dtype=np.int64)))
-    assert (np.abs(gradient(one_batch.logp)[:6]) < np.abs(fresh)).all()
+    assert (np.abs(gradient(one_batch.logp)[:6]) < np.abs(fresh)).all()  # capped by both
     assert finished(output)["weight/cap"] < 1
 
 

@@ -13,6 +13,7 @@ from trustbatch.objectives.p3o import KL_CHOICES, kl_to, model_anchor
 from trustbatch.objectives.token_batch import TokenBatch
 
 ANCHORS = ("proximal", "model", "both")
+PULLS = ("standard_error", "deviation")
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -32,9 +33,9 @@ class PACT(Objective):
     """
 
     kl: str = "importance"
-    anchor: str = "proximal"
-    pull: float | None = None
-    """fixes c, as a control; None measures it"""
+    anchor: str = "both"
+    pull: str | float = "standard_error"
+    """how c is measured, or a number as a control"""
 
     needs_proximal: ClassVar[bool] = True
 
@@ -42,7 +43,9 @@ class PACT(Objective):
         super().__post_init__()
         require_choice("kl", self.kl, KL_CHOICES)
         require_choice("anchor", self.anchor, ANCHORS)
-        if self.pull is not None:
+        if isinstance(self.pull, str):
+            require_choice("pull", self.pull, PULLS)
+        else:
             require_number("pull", self.pull)
 
     @property
@@ -119,10 +122,12 @@ class PACT(Objective):
         return self._anchor(tokens), top.detach()
 
     def _pull(self, totals: Totals) -> Tensor:
-        if self.pull is not None:
+        if not isinstance(self.pull, str):
             return torch.full_like(totals.num_tokens, self.pull)
         sequences = totals.num_sequences.clamp(min=1.0)
         deviation = (totals.sums["advantage_squares"] / sequences).sqrt()
+        if self.pull == "deviation":
+            return deviation
         return deviation * _num_trusted(totals).clamp(min=1.0).rsqrt()
 
 

@@ -13,13 +13,23 @@ def _method(arm: str, label: str, **options: str | float) -> Method:
 
 P3O_MODEL = _method("p3o", "P3O", name="p3o")
 CANDIDATES = (
-    _method("prox", "measured, to the proximal policy", name="pact"),
+    _method("prox", "measured, to the proximal policy", name="pact", anchor="proximal"),
     _method("model", "measured, to the model", name="pact", anchor="model"),
     _method("both", "measured, to both", name="pact", anchor="both"),
 )
+SECOND_ROUND = (
+    _method(
+        "prox-rms",
+        "rms(A), to the proximal policy",
+        name="pact",
+        anchor="proximal",
+        pull="deviation",
+    ),
+    _method("both-rms", "rms(A), to both", name="pact", anchor="both", pull="deviation"),
+)
 CONTROLS = (
-    _method("prox-0.3", "0.3, to the proximal policy", name="pact", pull=0.3),
-    _method("prox-1", "1, to the proximal policy", name="pact", pull=1.0),
+    _method("prox-0.3", "0.3, to the proximal policy", name="pact", anchor="proximal", pull=0.3),
+    _method("prox-1", "1, to the proximal policy", name="pact", anchor="proximal", pull=1.0),
     _method("model-0.3", "0.3, to the model", name="pact", anchor="model", pull=0.3),
     _method("model-1", "1, to the model", name="pact", anchor="model", pull=1.0),
 )
@@ -35,7 +45,7 @@ def trust(scale: Scale) -> Study:
         lag(scale, 8),
         hot_and_old(scale, 1.2, 4),
     ]
-    methods = [*CANDIDATES, *CONTROLS, P3O_MODEL, grpo(0.2), CISPO, DECOUPLED]
+    methods = [*CANDIDATES, *SECOND_ROUND, *CONTROLS, P3O_MODEL, grpo(0.2), CISPO, DECOUPLED]
     return Study(
         name="trust",
         scale=scale.name,
