@@ -255,6 +255,8 @@ def test_an_objective_needs_its_own_numbers() -> None:
     assert hyper_parameters("grpo") == ["clip_low", "clip_high"]
     assert hyper_parameters("cispo") == ["clip_high"]
     assert hyper_parameters("decoupled") == ["clip_low", "clip_high", "weight_cap"]
+    assert hyper_parameters("grpo_is") == ["clip_low", "clip_high", "correction_cap"]
+    assert hyper_parameters("m2po") == ["threshold"]
     assert hyper_parameters("unknown") is None
 
 

@@ -415,6 +415,27 @@ def test_reference_model_is_frozen_and_pulls(
     assert not any(p.requires_grad for p in trainer.reference.model.parameters())
 
 
+def test_an_objective_can_take_a_smaller_step(
+    policy: Policy, sequences: list[TrainSequence], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AdamW moves, and decays, by its learning rate times something that does not depend on it."""
+    policy.model.double()
+    before = parameters(policy)
+    moved = {}
+    for name in ("as it is", "a quarter"):
+        copied = copy.deepcopy(policy)
+        trainer = make_trainer(copied, "vcpo", micro_batch_tokens=40, learning_rate=1e-3)
+        if name == "a quarter":
+            monkeypatch.setattr(OBJECTIVES["vcpo"], "learning_rate_factor", lambda *_: 0.25)
+        metrics = trainer.train(sequences)
+        moved[name] = parameters(copied) - before
+        factor = metrics["learning_rate/factor"] if name == "as it is" else 0.25
+        assert 0.25 <= factor < 1
+        assert metrics["learning_rate"] == pytest.approx(1e-3 * factor, rel=1e-12)
+        moved[name] /= factor
+    torch.testing.assert_close(moved["as it is"], moved["a quarter"], rtol=1e-6, atol=1e-14)
+
+
 def test_learning_rate_warms_up_and_decays() -> None:
     factors = [
         learning_rate_factor(step, 100, warmup_fraction=0.1, schedule="cosine")

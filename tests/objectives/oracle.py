@@ -18,13 +18,28 @@ Array = NDArray[np.float64]
 LOG_RATIO_LIMIT = 60.0
 K3_LIMIT = 10.0
 
-DEFAULTS: dict[str, dict[str, float]] = {
+DEFAULTS: dict[str, dict[str, float | str]] = {
     "reinforce": {},
     "grpo": {"clip_low": 0.2, "clip_high": 0.2},
     "dapo": {"clip_low": 0.2, "clip_high": 0.28},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"clip_high": 0.28},
     "decoupled": {"clip_low": 0.2, "clip_high": 0.2, "weight_cap": 5.0},
+    "grpo_is": {
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "correction": "sequence_mask",
+        "correction_cap": 3.0,
+    },
+    "dppo": {"divergence": "tv", "threshold": 0.15, "weight_cap": 20.0},
+    "m2po": {"threshold": 0.04},
+    "vespo": {
+        "k_positive": 2.0,
+        "lambda_positive": 3.0,
+        "k_negative": 3.0,
+        "lambda_negative": 2.0,
+    },
+    "vcpo": {"weight_cap": 8.0, "base_ess": 1.0},
     "p3o": {},
     "two_anchor": {},
 }
@@ -44,6 +59,8 @@ class Tokens:
     top_logp: Array | None = None
     behaviour_top_logp: Array | None = None
     proximal_top_logp: Array | None = None
+    anchor_logp: Array | None = None
+    anchor_top_logp: Array | None = None
 
     def take(self, index: NDArray[np.int64]) -> "Tokens":
         """The tokens at `index`, in that order."""
@@ -99,6 +116,27 @@ def clipped_surrogate(r: Array, advantage: Array, low: float, high: float) -> tu
     return value, np.where(bound, 0.0, -r * advantage)
 
 
+def product_of_sequence(t: Tokens, log_ratio: Array) -> Array:
+    """At each token the product of its sequence's ratios."""
+    return np.array([ratio(log_ratio[t.sequence == one].sum()) for one in t.sequence])
+
+
+def binary_kl(p_b: Array, p: Array) -> Array:
+    """KL between "this token or another" under pi_b and under pi."""
+    return p_b * np.log(p_b / p) + (1 - p_b) * np.log((1 - p_b) / (1 - p))
+
+
+def m2po_mask(log_ratio: Array, advantage: Array, threshold: float) -> Array:
+    """The paper's Algorithm 1, one token at a time: 0 for what is dropped, 1 for the rest."""
+    mask = np.ones(len(log_ratio))
+    left = [i for i in range(len(log_ratio)) if log_ratio[i] * advantage[i] > 0]
+    while left and np.mean(log_ratio[left] ** 2) > threshold:
+        furthest = max(left, key=lambda i: abs(log_ratio[i]))
+        mask[furthest] = 0
+        left.remove(furthest)
+    return mask
+
+
 def log_mixture(weight_b: float, log_b: Array, weight_prox: float, log_prox: Array) -> Array:
     """log((w_b pi_b + w_prox pi_prox) / (w_b + w_prox))."""
     with np.errstate(divide="ignore"):
@@ -148,12 +186,13 @@ def random_tokens(
 ) -> Tokens:
     """Tokens drawn by a behaviour policy, with every optional field, all from true distributions.
 
-    `spread` is how far the policy's logits are from the behaviour policy's.
+    `spread` is how far the policy's logits are from the behaviour policy's, which was drawn from at
+    temperature 1.3: the anchor is what it was before.
     """
     rng = np.random.default_rng(seed)
     count = sum(lengths)
     base = rng.normal(size=(count, vocabulary))
-    behaviour = log_softmax(base)
+    behaviour, anchor = log_softmax(base), log_softmax(1.3 * base)
     policy = log_softmax(base + spread * rng.normal(size=base.shape))
     proximal = log_softmax(policy + proximal_spread * rng.normal(size=base.shape))
     reference = log_softmax(base + 0.5 * rng.normal(size=base.shape))
@@ -172,6 +211,8 @@ def random_tokens(
         top_logp=np.take_along_axis(policy, likely, axis=1),
         behaviour_top_logp=np.take_along_axis(behaviour, likely, axis=1),
         proximal_top_logp=np.take_along_axis(proximal, likely, axis=1),
+        anchor_logp=anchor[rows, drawn],
+        anchor_top_logp=np.take_along_axis(anchor, likely, axis=1),
     )
 
 
@@ -185,15 +226,20 @@ def evaluate(
     tokens: Tokens,
     *,
     kl: str = "importance",
+    anchor: str = "model",
     entropy_coef: float = 0.0,
     reference_kl_coef: float = 0.0,
     num_tokens: int | None = None,
     num_sequences: int | None = None,
-    **options: float,
+    **options: float | str,
 ) -> Result:
     """The objective over `tokens`; N and S are theirs unless given (as for a micro-batch)."""
     valid = finite(tokens)
     kept = tokens.take(valid)
+    if anchor == "sampler" or tokens.anchor_logp is None:
+        kept = replace(
+            kept, anchor_logp=kept.behaviour_logp, anchor_top_logp=kept.behaviour_top_logp
+        )
     n = len(valid) if num_tokens is None else num_tokens
     s = len(np.unique(kept.sequence)) if num_sequences is None else num_sequences
     d_logp = np.zeros_like(tokens.logp)
@@ -203,7 +249,10 @@ def evaluate(
         return Result(0.0, d_logp, d_entropy, d_top)
 
     options = {**DEFAULTS[name], **options}
-    if name == "gspo":
+    if name in RIVALS:
+        value, slope = RIVALS[name](kept, **options)
+        loss, slope, slope_top, ess = value.sum() / n, slope / n, None, {}
+    elif name == "gspo":
         value, slope = gspo(kept, **options)
         loss, slope, slope_top, ess = value / s, slope / s, None, {}
     else:
@@ -259,14 +308,14 @@ def token_terms(
     if w_b + w_prox <= 0:
         return value, slope, None if kl != "top_k" else np.zeros_like(t.top_logp), ess
     if kl == "top_k":
-        anchor_top = t.behaviour_top_logp
+        anchor_top = t.anchor_top_logp
         if w_prox > 0:
-            anchor_top = log_mixture(w_b, t.behaviour_top_logp, w_prox, t.proximal_top_logp)
+            anchor_top = log_mixture(w_b, t.anchor_top_logp, w_prox, t.proximal_top_logp)
         penalty, slope_top = top_k_kl(t.top_logp, anchor_top)
         return value + (1 - e) * penalty, slope, (1 - e) * slope_top, ess
-    log_anchor = t.behaviour_logp
+    log_anchor = t.anchor_logp
     if w_prox > 0:
-        log_anchor = log_mixture(w_b, t.behaviour_logp, w_prox, t.proximal_logp)
+        log_anchor = log_mixture(w_b, t.anchor_logp, w_prox, t.proximal_logp)
     if kl == "k3":
         x = t.logp - log_anchor
         penalty, pull = k3(x), k3_slope(x)
@@ -289,3 +338,66 @@ def gspo(t: Tokens, clip_low: float, clip_high: float) -> tuple[float, Array]:
         total += float(value[0])
         slope[inside] = in_log_s[0] / inside.sum()
     return total, slope
+
+
+def grpo_is(
+    t: Tokens, clip_low: float, clip_high: float, correction: str, correction_cap: float
+) -> tuple[Array, Array]:
+    """GRPO's surrogate to the proximal policy, times min(u, cap), or u where it is at most cap."""
+    level, rule = correction.split("_")
+    log_u = t.proximal_logp - t.behaviour_logp
+    u = ratio(log_u) if level == "token" else product_of_sequence(t, log_u)
+    if rule == "truncate":
+        weight = np.minimum(u, correction_cap)
+    else:
+        weight = np.where(u <= correction_cap, u, 0.0)
+    q = ratio(t.logp - t.proximal_logp)
+    value, slope = clipped_surrogate(q, t.advantage, clip_low, clip_high)
+    return weight * value, weight * slope
+
+
+def dppo(t: Tokens, divergence: str, threshold: float, weight_cap: float) -> tuple[Array, Array]:
+    """A capped score function, 0 where p has moved too far in the direction of the update."""
+    p, p_b, a = np.exp(t.logp), np.exp(t.behaviour_logp), t.advantage
+    distance = abs(p - p_b) if divergence == "tv" else binary_kl(p_b, p)
+    outward = ((a > 0) & (p > p_b)) | ((a < 0) & (p < p_b))
+    weight = np.minimum(p / p_b, weight_cap) * ~(outward & (distance > threshold))
+    return -weight * a * t.logp, -weight * a
+
+
+def m2po(t: Tokens, threshold: float) -> tuple[Array, Array]:
+    """-M r A; the slope in logp is the same, as dr/dlogp = r."""
+    log_ratio = t.logp - t.behaviour_logp
+    value = -m2po_mask(log_ratio, t.advantage, threshold) * ratio(log_ratio) * t.advantage
+    return value, value
+
+
+def vespo(
+    t: Tokens,
+    k_positive: float,
+    lambda_positive: float,
+    k_negative: float,
+    lambda_negative: float,
+) -> tuple[Array, Array]:
+    """A score function with weight w^k exp(lambda (1 - w)), a constant."""
+    w = product_of_sequence(t, t.logp - t.behaviour_logp)
+    positive = w**k_positive * np.exp(lambda_positive * (1 - w))
+    negative = w**k_negative * np.exp(lambda_negative * (1 - w))
+    weight = np.where(t.advantage >= 0, positive, negative)
+    return -weight * t.advantage * t.logp, -weight * t.advantage
+
+
+def vcpo(t: Tokens, weight_cap: float, base_ess: float) -> tuple[Array, Array]:
+    """A score function with the sequence's ratio, capped; base_ess is the learning rate's."""
+    weight = np.minimum(product_of_sequence(t, t.logp - t.behaviour_logp), weight_cap)
+    return -weight * t.advantage * t.logp, -weight * t.advantage
+
+
+def learning_rate_factor(t: Tokens, base_ess: float) -> float:
+    """VCPO's: the square root of the sequences' normalised effective sample size over base_ess."""
+    log_ratio = t.logp - t.behaviour_logp
+    sums = np.array([log_ratio[t.sequence == one].sum() for one in np.unique(t.sequence)])
+    return float(np.sqrt(min(1.0, normalised_ess(sums) / base_ess)))
+
+
+RIVALS = {"grpo_is": grpo_is, "dppo": dppo, "m2po": m2po, "vespo": vespo, "vcpo": vcpo}

@@ -1,5 +1,6 @@
 """The value of every objective: by hand on a few tokens, and against the oracle on many."""
 
+from dataclasses import replace
 from math import exp, log
 
 import numpy as np
@@ -86,6 +87,103 @@ def test_decoupled_by_hand() -> None:
         proximal_logp=np.array([log(1 / 2), log(1 / 8), log(1 / 4) + 3]),
     )
     assert loss_of("decoupled", tokens) == pytest.approx(1.4 / 3, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("correction", "cap", "expected"),
+    [
+        # u = 2, 1.6 | 2.5 at the tokens, A = 1, 1 | -2, and q = 1
+        ("token_truncate", 1.8, 0.2 / 3),  # 1.8 + 1.6 - 2 * 1.8 = -0.2
+        ("token_mask", 1.8, -1.6 / 3),  # 0 + 1.6 - 0
+        # u = 3.2, 3.2 | 2.5 of the sequences
+        ("sequence_truncate", 3.0, -1 / 3),  # 3 + 3 - 2 * 2.5 = 1
+        ("sequence_mask", 3.0, 5 / 3),  # 0 + 0 - 2 * 2.5
+        ("sequence_mask", 3.3, -1.4 / 3),  # 3.2 + 3.2 - 5: what is kept keeps its ratio
+    ],
+)
+def test_grpo_is_by_hand(correction: str, cap: float, expected: float) -> None:
+    tokens = tokens_with_ratios([2.0, 1.6, 2.5], [1.0, 1.0, -2.0], [7, 7, 3])
+    tokens = replace(tokens, proximal_logp=tokens.logp)
+    loss = loss_of("grpo_is", tokens, correction=correction, correction_cap=cap)
+    assert loss == pytest.approx(expected, abs=1e-12)
+
+
+def test_grpo_is_by_hand_clips_to_the_proximal_policy() -> None:
+    # behaviour 1/4, proximal 1/2, policy 1: u = 2 and q = 2, A = 1: 2 * min(2, 1.2)
+    tokens = tokens_with_ratios([4.0], [1.0], proximal_logp=np.log([1 / 2]))
+    assert loss_of("grpo_is", tokens) == pytest.approx(-2.4, abs=1e-12)
+
+
+def moved_by_different_amounts() -> Tokens:
+    # p_b = 1/4; p = 3/8, 1/2, 1/8, 1/20, and 1/2 against the advantage
+    return tokens_with_ratios([1.5, 2.0, 0.5, 0.2, 2.0], [1.0, 1.0, -1.0, -1.0, -1.0])
+
+
+def test_dppo_by_hand_drops_what_has_moved_more_than_the_threshold() -> None:
+    # |p - p_b| = 1/8, 1/4, 1/8, 1/5: the second and the fourth go, and the last pulls back
+    expected = -(1.5 * log(3 / 8) - 0.5 * log(1 / 8) - 2 * log(1 / 2)) / 5
+    assert loss_of("dppo", moved_by_different_amounts()) == pytest.approx(expected, abs=1e-12)
+    # a cap of 1.2 on the weights 1.5 and 2
+    expected = -(1.2 * log(3 / 8) - 0.5 * log(1 / 8) - 1.2 * log(1 / 2)) / 5
+    loss = loss_of("dppo", moved_by_different_amounts(), weight_cap=1.2)
+    assert loss == pytest.approx(expected, abs=1e-12)
+
+
+def test_dppo_by_hand_with_the_binary_kl() -> None:
+    # KL(p_b || p) = 1/4 log(1/4 / p) + 3/4 log(3/4 / (1 - p)): 0.035, 0.131, 0.058, 0.225
+    expected = -(1.5 * log(3 / 8) - 2 * log(1 / 2)) / 5
+    loss = loss_of("dppo", moved_by_different_amounts(), divergence="kl", threshold=0.05)
+    assert loss == pytest.approx(expected, abs=1e-12)
+    expected = -(1.5 * log(3 / 8) - 0.5 * log(1 / 8) - 2 * log(1 / 2)) / 5
+    loss = loss_of("dppo", moved_by_different_amounts(), divergence="kl", threshold=0.06)
+    assert loss == pytest.approx(expected, abs=1e-12)
+
+
+def test_m2po_by_hand_drops_the_furthest_until_the_rest_is_near() -> None:
+    # log r = 0.1, 0.2, 0.3 with A = 1 may be dropped; -0.5 with A = 1 may not.
+    # Their squares 0.01, 0.04, 0.09 have the mean 0.047; without the last 0.025 <= 0.04
+    ratios = [exp(0.1), exp(0.2), exp(0.3), exp(-0.5)]
+    tokens = tokens_with_ratios(ratios, [1.0] * 4)
+    expected = -(exp(0.1) + exp(0.2) + exp(-0.5)) / 4
+    assert loss_of("m2po", tokens) == pytest.approx(expected, abs=1e-12)
+    assert loss_of("m2po", tokens, threshold=0.05) == pytest.approx(-sum(ratios) / 4, abs=1e-12)
+    # nothing that may be dropped is near enough: all of it goes
+    loss = loss_of("m2po", tokens, threshold=0.005)
+    assert loss == pytest.approx(-exp(-0.5) / 4, abs=1e-12)
+    # A = -1 turns it around: only the last may be dropped, and 0.25 > 0.04
+    tokens = tokens_with_ratios(ratios, [-1.0] * 4)
+    assert loss_of("m2po", tokens) == pytest.approx(sum(ratios[:3]) / 4, abs=1e-12)
+
+
+def test_m2po_drops_all_of_equal_distance_whatever_their_order() -> None:
+    # squares 0.01, 0.09, 0.09: their mean is 0.063, and 0.05 without one of the larger: which?
+    tokens = tokens_with_ratios([exp(0.3), exp(0.1), exp(0.3)], [1.0] * 3)
+    assert loss_of("m2po", tokens, threshold=0.06) == pytest.approx(-exp(0.1) / 3, abs=1e-12)
+
+
+def test_vespo_by_hand() -> None:
+    # A sequence of ratios 2 and 1/4: w = 1/2, A = 1: (1/2)^2 e^(3/2). Another of the one ratio 3/2,
+    # A = -2: (3/2)^3 e^(-1)
+    tokens = tokens_with_ratios([2.0, 0.25, 1.5], [1.0, 1.0, -2.0], [5, 5, 2])
+    first, second = 0.25 * exp(1.5), 3.375 * exp(-1)
+    expected = -(first * (log(1 / 2) + log(1 / 16)) - 2 * second * log(3 / 8)) / 3
+    assert loss_of("vespo", tokens) == pytest.approx(expected, abs=1e-12)
+
+
+def test_vcpo_by_hand() -> None:
+    # w = 2 * 5 = 10 and 1/2: weights 8 and 1/2, A = 1 and -2
+    tokens = tokens_with_ratios([2.0, 5.0, 0.5], [1.0, 1.0, -2.0], [5, 5, 2])
+    expected = -(8 * (log(1 / 2) + log(5 / 4)) + 0.5 * -2 * log(1 / 8)) / 3
+    assert loss_of("vcpo", tokens) == pytest.approx(expected, abs=1e-12)
+    # e = 10.5^2 / (2 (100 + 1/4)) = 110.25 / 200.5
+    objective = build_objective("vcpo")
+    factor = objective.learning_rate_factor(objective.totals(to_batch(tokens)))
+    assert factor == pytest.approx((110.25 / 200.5) ** 0.5, rel=1e-12)
+    # the same over a base of 0.6, and over one that is below e
+    for base, expected in ((0.6, (110.25 / 200.5 / 0.6) ** 0.5), (0.5, 1.0)):
+        objective = build_objective("vcpo", base_ess=base)
+        factor = objective.learning_rate_factor(objective.totals(to_batch(tokens)))
+        assert factor == pytest.approx(expected, rel=1e-12)
 
 
 def test_p3o_by_hand_with_each_kl_from_samples() -> None:

@@ -12,6 +12,7 @@ from objective_cases import (
     EXTRAS,
     Options,
     every_objective,
+    finished,
     gradient,
     rounded_to_float32,
     run,
@@ -26,6 +27,15 @@ SMOOTH = [
     ("reinforce", {}),
     ("grpo", {"clip_low": 0.1, "clip_high": 0.3}),
     ("gspo", {"clip_low": 0.03, "clip_high": 0.05}),
+]
+SMOOTH_BUT_FOR_THE_MASK = [
+    ("decoupled", {}),
+    *(
+        ("grpo_is", {"correction": f"{level}_{rule}", "correction_cap": 1.1})
+        for level in ("token", "sequence")
+        for rule in ("truncate", "mask")
+    ),
+    ("m2po", {}),
 ]
 
 
@@ -70,6 +80,24 @@ def test_p3o_gradient_by_hand() -> None:
     assert_allclose(gradient(batch.logp), [-0.4 + 0.2 / 3, 0.4], rtol=1e-12)
 
 
+def test_p3o_pulls_to_the_model_and_not_to_the_sampler() -> None:
+    # The tokens above, drawn by 1/4; the model itself had 3/4 and 1/8: r, e and the caps stay.
+    # importance: r x with x = log(pi / model). Token 0: x = 0, no pull at all.
+    # Token 1: pi = 1/4, model = 1/8, x = log 2: 0.4 + 0.2 * log(2) / 2
+    tokens = Tokens(
+        logp=np.log([3 / 4, 1 / 4]),
+        behaviour_logp=np.log([1 / 4, 1 / 4]),
+        advantage=np.array([1.0, -1.0]),
+        sequence=np.array([0, 1]),
+        anchor_logp=np.log([3 / 4, 1 / 8]),
+    )
+    batch, output = run("p3o", tokens)
+    assert_allclose(gradient(batch.logp), [-0.4, 0.4 + 0.1 * log(2)], rtol=1e-12)
+    assert_allclose(finished(output)["weight/cap"], 0.8, rtol=1e-12)
+    batch, _ = run("p3o", tokens, anchor="sampler")
+    assert_allclose(gradient(batch.logp), [-0.4 + 0.3 * log(3), 0.4], rtol=1e-12)
+
+
 def test_grpo_gradient_by_hand_is_silent_only_where_the_clip_binds() -> None:
     # -r A / 4 where not clipped, 0 where clipped (see the golden value of the same four tokens)
     tokens = Tokens(
@@ -93,6 +121,20 @@ def test_decoupled_gradient_by_hand() -> None:
     )
     batch, _ = run("decoupled", tokens)
     assert_allclose(gradient(batch.logp), [-6.0], rtol=1e-12)
+
+
+def test_the_weights_of_the_rivals_are_constants() -> None:
+    """One token, A = 3: the gradient is -3 times the weight, whatever the weight's own slope is."""
+    tokens = Tokens(
+        logp=np.log([1 / 2]),
+        behaviour_logp=np.log([2 / 5]),
+        advantage=np.array([3.0]),
+        sequence=np.array([0]),
+    )
+    w = 1.25
+    for name, weight in {"dppo": w, "vcpo": w, "vespo": w**2 * np.exp(3 * (1 - w))}.items():
+        batch, _ = run(name, tokens)
+        assert_allclose(gradient(batch.logp), [-3 * weight], rtol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "options"), SMOOTH)
@@ -119,7 +161,7 @@ def central_differences(name: str, tokens: Tokens, options: Options, step: float
     return slopes
 
 
-@pytest.mark.parametrize(("name", "options"), [*SMOOTH, ("decoupled", {})])
+@pytest.mark.parametrize(("name", "options"), [*SMOOTH, *SMOOTH_BUT_FOR_THE_MASK])
 def test_gradient_equals_differences_of_the_oracle(name: str, options: Options) -> None:
     """The oracle's own closed forms are checked here too: both must equal the differences."""
     tokens = oracle.random_tokens(4, [4, 2, 5], spread=0.5)
@@ -137,7 +179,7 @@ def test_only_the_weights_are_detached_in_p3o(name: str, kl: str) -> None:
     frozen = oracle.evaluate(name, tokens, kl=kl)
     e = frozen.ess["ess"]
     weight = np.minimum(np.exp(tokens.logp - tokens.behaviour_logp), e)
-    anchor, anchor_top = tokens.behaviour_logp, tokens.behaviour_top_logp
+    anchor, anchor_top = tokens.anchor_logp, tokens.anchor_top_logp
     if name == "two_anchor":
         w_b, w_prox = 1 - frozen.ess["behaviour"], 1 - frozen.ess["proximal"]
         anchor = oracle.log_mixture(w_b, anchor, w_prox, tokens.proximal_logp)
@@ -168,7 +210,7 @@ def test_only_the_weights_are_detached_in_p3o(name: str, kl: str) -> None:
 def test_no_gradient_reaches_the_anchors() -> None:
     """A proximal snapshot computed with gradient switched on is still a constant."""
     tokens = oracle.random_tokens(6, [4, 2, 5], spread=0.6)
-    for name in ("decoupled", "two_anchor"):
+    for name in ("decoupled", "grpo_is", "two_anchor"):
         for kl in ("importance", "k3", "top_k") if name == "two_anchor" else (None,):
             batch = to_batch(tokens)
             batch.proximal_logp.requires_grad_()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
-from objective_cases import EXTRAS, Options, every_objective, finished, gradient, run
+from objective_cases import EXTRAS, Options, every_objective, finished, gradient, run, to_batch
 from oracle import Tokens
 
 from trustbatch.objectives import OBJECTIVES, TokenBatch, build_objective
@@ -49,6 +49,7 @@ def tokens_with_log_ratios(log_ratios: list[float], advantages: list[float]) -> 
         logp=np.array(log_ratios) - 1.0,
         behaviour_logp=np.full(count, -1.0),
         proximal_logp=np.full(count, -1.0),
+        anchor_logp=np.full(count, -1.0),
         advantage=np.array(advantages, dtype=np.float64),
     )
 
@@ -96,7 +97,7 @@ def test_a_broken_proximal_matters_only_to_those_who_use_it(
     broken = poison(tokens, "proximal_logp", value, [2])
     batch, output = run(name, broken, **options)
     assert_finite(batch, output.loss)
-    if name in ("decoupled", "two_anchor"):
+    if name in ("decoupled", "grpo_is", "two_anchor"):
         without = tokens.take(np.delete(np.arange(11), 2))
         assert output.loss.item() == pytest.approx(
             oracle.evaluate(name, without, **options).loss, rel=1e-10
@@ -296,6 +297,39 @@ def test_a_finite_but_absurd_log_ratio_is_bounded_too(distance: float, dtype: to
         assert abs(gradient(batch.logp)[0]) < 1e-20
 
 
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+@dtypes
+def test_dppo_measures_certain_and_impossible_tokens(divergence: str, dtype: torch.dtype) -> None:
+    # p_b = 1 and p = 1/2; p_b = 1/2 and p = 1; both certain. Nothing is infinite, and the first
+    # two have moved too far where the advantage says to move on.
+    logp, behaviour = np.array([log(0.5), 0.0, 0.0]), np.array([0.0, log(0.5), 0.0])
+    tokens = Tokens(logp, behaviour, np.array([-1.0, 1.0, 1.0]), np.arange(3))
+    batch, output = run("dppo", tokens, dtype, divergence=divergence)
+    assert_finite(batch, output.loss)
+    assert_allclose(gradient(batch.logp), [0, 0, -1 / 3], rtol=1e-6)
+    # and back again it may go: -w A / N with w = 1/2, 2 and 1
+    batch, _ = run("dppo", replace(tokens, advantage=-tokens.advantage), dtype)
+    assert_allclose(gradient(batch.logp), [-1 / 6, 2 / 3, 1 / 3], rtol=1e-6)
+
+
+@dtypes
+def test_a_sequence_far_from_the_data_has_no_weight_in_vespo(dtype: torch.dtype) -> None:
+    for log_ratio in (500.0, 5.0, -50.0, -500.0):
+        tokens = tokens_with_log_ratios([log_ratio, 0.0], [1.0, -1.0])
+        batch, _ = run("vespo", tokens, dtype)
+        assert abs(gradient(batch.logp)[0]) < 1e-30
+        assert gradient(batch.logp)[1] == pytest.approx(0.5, rel=1e-6)
+
+
+def test_vcpo_does_not_step_on_sequences_that_cannot_be_measured() -> None:
+    # equal ratios beyond the bound would read as e = 1; 1/S is the least, and 0 for no sequence
+    objective = build_objective("vcpo")
+    tokens = tokens_with_log_ratios([500.0] * 4, [1.0] * 4)
+    assert objective.learning_rate_factor(objective.totals(to_batch(tokens))) == 0.5
+    nothing = tokens.take(np.arange(0))
+    assert objective.learning_rate_factor(objective.totals(to_batch(nothing))) == 0.0
+
+
 def test_a_truncated_support_stays_finite_and_is_left_by_the_policy() -> None:
     """top-p leaves pi_b = 0 on some of the K tokens; the policy must be pushed off them."""
     logits = torch.zeros(3, dtype=torch.float64, requires_grad=True)
@@ -423,6 +457,21 @@ def test_a_misspelt_option_proposes_the_nearest() -> None:
         ("decoupled", "clip_low", -0.2),
         ("decoupled", "clip_high", "0.2"),
         ("decoupled", "weight_cap", None),
+        ("grpo_is", "clip_low", 1.1),
+        ("grpo_is", "clip_high", nan),
+        ("grpo_is", "correction", "truncate"),
+        ("grpo_is", "correction_cap", -1.0),
+        ("dppo", "divergence", "k3"),
+        ("dppo", "threshold", -0.1),
+        ("dppo", "weight_cap", inf),
+        ("m2po", "threshold", -0.04),
+        ("vespo", "k_positive", -1.0),
+        ("vespo", "lambda_positive", nan),
+        ("vespo", "k_negative", "3"),
+        ("vespo", "lambda_negative", -2.0),
+        ("vcpo", "weight_cap", -8.0),
+        ("vcpo", "base_ess", 0.0),
+        ("vcpo", "base_ess", 1.1),
         ("p3o", "kl", "exact"),
         ("p3o", "kl", True),
         ("p3o", "ess_scope", "batch"),
@@ -444,11 +493,14 @@ def test_a_bad_value_is_refused_by_name(name: str, option: str, value: object) -
     ("name", "options", "missing"),
     [
         ("decoupled", {}, "proximal_logp"),
+        ("grpo_is", {}, "proximal_logp"),
         ("two_anchor", {}, "proximal_logp"),
         ("p3o", {"kl": "top_k"}, "top_logp"),
-        ("p3o", {"kl": "top_k"}, "behaviour_top_logp"),
+        ("p3o", {"kl": "top_k"}, "anchor_top_logp"),
+        ("p3o", {"kl": "top_k", "anchor": "sampler"}, "behaviour_top_logp"),
         ("two_anchor", {"kl": "top_k"}, "top_logp"),
-        ("two_anchor", {"kl": "top_k"}, "behaviour_top_logp"),
+        ("two_anchor", {"kl": "top_k"}, "anchor_top_logp"),
+        ("two_anchor", {"kl": "top_k", "anchor": "sampler"}, "behaviour_top_logp"),
         ("two_anchor", {"kl": "top_k"}, "proximal_top_logp"),
         *((name, {"entropy_coef": 0.1}, "entropy") for name in OBJECTIVES),
         *((name, {"reference_kl_coef": 0.1}, "reference_logp") for name in OBJECTIVES),
@@ -465,7 +517,8 @@ def test_a_missing_field_is_named_with_what_needs_it(
 def test_optional_fields_may_be_absent_where_nobody_needs_them() -> None:
     full = oracle.random_tokens(0, [3, 2])
     bare = Tokens(full.logp, full.behaviour_logp, full.advantage, full.sequence)
-    for name in ("reinforce", "grpo", "dapo", "gspo", "cispo", "p3o"):
+    names = ("reinforce", "grpo", "dapo", "gspo", "cispo", "dppo", "m2po", "vespo", "vcpo", "p3o")
+    for name in names:
         loss = run(name, bare)[1].loss.item()
         assert loss == pytest.approx(oracle.evaluate(name, bare).loss, rel=1e-10)
 

@@ -10,7 +10,7 @@ import torch
 from objective_cases import EXTRAS, Options, every_objective, finished, run
 from oracle import Tokens
 
-from trustbatch.objectives import build_objective
+from trustbatch.objectives import OBJECTIVES, build_objective
 from trustbatch.objectives.estimators import RatioMoments
 from trustbatch.objectives.metrics import (
     Count,
@@ -46,6 +46,11 @@ OWN = {
     "gspo": {"ratio/clipped_fraction"},
     "cispo": {"ratio/capped_fraction", "weight/cap"},
     "decoupled": {"ratio/clipped_fraction", "ratio/capped_fraction", "weight/cap"},
+    "grpo_is": {"ratio/clipped_fraction", "ratio/capped_fraction", "weight/cap"},
+    "dppo": {"ratio/masked_fraction", "ratio/capped_fraction", "weight/cap"},
+    "m2po": {"ratio/masked_fraction"},
+    "vespo": {"weight/mean"},
+    "vcpo": {"ratio/capped_fraction", "weight/cap", "ess/sequence", "learning_rate/factor"},
     "p3o": {"kl/penalty", "ratio/capped_fraction", "weight/cap"},
     "two_anchor": {
         "kl/penalty",
@@ -155,6 +160,49 @@ def test_capped_fraction_and_cap() -> None:
     assert values["weight/cap"] == pytest.approx(0.9)
     assert values["ratio/capped_fraction"] == 1.0
     assert finished(run("decoupled", tokens)[1])["ratio/capped_fraction"] == 0.0
+
+
+def test_capped_fraction_of_an_importance_weight_is_of_tokens() -> None:
+    # proximal / behaviour = 1/2, 1/2 | 3/2, 3/2 at the tokens, 1/4 | 9/4 in the sequences
+    tokens = ratios_one_half_one_and_a_half()
+    tokens = replace(tokens, proximal_logp=tokens.logp, sequence=np.array([0, 0, 1, 1]))
+    for level, cap, share in (("token", 1.4, 0.5), ("sequence", 2.0, 0.5), ("sequence", 2.5, 0.0)):
+        for rule in ("truncate", "mask"):
+            changes = {"correction": f"{level}_{rule}", "correction_cap": cap}
+            values = finished(run("grpo_is", tokens, **changes)[1])
+            assert values["ratio/capped_fraction"] == share
+            assert values["weight/cap"] == pytest.approx(cap)
+
+
+def test_masked_fraction_counts_dropped_tokens() -> None:
+    # p - p_b = -1/8, -1/8, 1/8, 1/8 with A = 1, -1, 1, -1: the second and third move outward
+    tokens = ratios_one_half_one_and_a_half()
+    assert finished(run("dppo", tokens)[1])["ratio/masked_fraction"] == 0.0
+    values = finished(run("dppo", tokens, threshold=0.1, weight_cap=1.2)[1])
+    assert values["ratio/masked_fraction"] == 0.5
+    assert values["ratio/capped_fraction"] == 0.5
+    assert values["weight/cap"] == pytest.approx(1.2)
+    # (log r)^2 of these two is 0.48 and 0.16, with the mean 0.32
+    for threshold, share in ((0.33, 0.0), (0.3, 0.25), (0.1, 0.5)):
+        values = finished(run("m2po", tokens, threshold=threshold)[1])
+        assert values["ratio/masked_fraction"] == share
+
+
+def test_metrics_of_sequence_weights() -> None:
+    tokens = oracle.random_tokens(4, [6, 5, 2], spread=0.3)
+    log_ratio = tokens.logp - tokens.behaviour_logp
+    w = oracle.product_of_sequence(tokens, log_ratio)
+    values = finished(run("vcpo", tokens, weight_cap=float(np.median(w)), base_ess=0.9)[1])
+    of_sequences = np.unique(w)
+    e = of_sequences.sum() ** 2 / (3 * (of_sequences**2).sum())
+    assert values["ess/sequence"] == pytest.approx(e, rel=1e-10)
+    assert values["learning_rate/factor"] == pytest.approx(
+        oracle.learning_rate_factor(tokens, 0.9), rel=1e-10
+    )
+    assert values["ratio/capped_fraction"] == pytest.approx(np.mean(w > np.median(w)))
+    loss = oracle.evaluate("vespo", tokens)
+    weight = -loss.d_logp * 13 / tokens.advantage
+    assert finished(run("vespo", tokens)[1])["weight/mean"] == pytest.approx(weight.mean())
 
 
 def test_penalty_is_the_kl_before_its_weight() -> None:
@@ -283,12 +331,11 @@ def test_a_step_that_lacks_a_metric_is_left_out_of_its_average() -> None:
 
 def test_what_an_objective_asks_of_the_trainer() -> None:
     """Whether a pre-pass for the totals, a proximal snapshot or the top K are needed."""
-    asks = {
-        name: build_objective(name)
-        for name in ("reinforce", "grpo", "dapo", "gspo", "cispo", "decoupled", "p3o", "two_anchor")
-    }
-    assert {n for n, o in asks.items() if o.totals_need_policy} == {"p3o", "two_anchor"}
-    assert {n for n, o in asks.items() if o.needs_proximal} == {"decoupled", "two_anchor"}
+    asks = {name: build_objective(name) for name in OBJECTIVES}
+    need_policy = {n for n, o in asks.items() if o.totals_need_policy}
+    assert need_policy == {"m2po", "vcpo", "p3o", "two_anchor"}
+    need_proximal = {n for n, o in asks.items() if o.needs_proximal}
+    assert need_proximal == {"decoupled", "grpo_is", "two_anchor"}
     assert not any(o.needs_top_logp for o in asks.values())
     assert build_objective("p3o", kl="top_k").needs_top_logp
     assert not build_objective("p3o", ess_scope="micro_batch").totals_need_policy

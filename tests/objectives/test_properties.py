@@ -24,7 +24,8 @@ from objective_cases import (
 )
 from oracle import Array, Tokens
 
-from trustbatch.objectives import TokenBatch, build_objective
+from trustbatch.objectives import OBJECTIVES, TokenBatch, build_objective
+from trustbatch.objectives.reinforce import Reinforce
 
 SEEDS = st.integers(0, 2**32 - 1)
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
@@ -122,6 +123,31 @@ def test_totals_of_different_objectives_do_not_add() -> None:
     batch = to_batch(oracle.random_tokens(0, [3]))
     with pytest.raises(AssertionError, match="different objectives"):
         build_objective("p3o").totals(batch) + build_objective("grpo").totals(batch)
+    with pytest.raises(AssertionError, match="different objectives"):
+        build_objective("m2po").totals(batch) + build_objective("grpo").totals(batch)
+
+
+def test_sums_of_an_objective_add_and_move_with_its_totals() -> None:
+    class Summed(Reinforce):
+        def sums(self, tokens: TokenBatch) -> dict[str, torch.Tensor]:
+            return {"advantage": tokens.advantage.double().sum()}
+
+    parts = [oracle.random_tokens(seed, [3, 2]) for seed in range(2)]
+    totals = [Summed().totals(to_batch(part)) for part in parts]
+    expected = sum(part.advantage.sum() for part in parts)
+    added = (totals[0] + totals[1]).to(torch.device("cpu"))
+    assert added.sums["advantage"].item() == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(AssertionError, match="different objectives"):
+        totals[0] + Reinforce().totals(to_batch(parts[1]))
+
+
+@every_objective
+def test_moved_totals_are_the_same(name: str, options: Options) -> None:
+    objective = build_objective(name, **options)
+    batch = to_batch(oracle.random_tokens(0, [3, 2]))
+    totals = objective.totals(batch)
+    moved = objective(batch, totals.to(torch.device("cpu"))).loss
+    assert torch.equal(moved, objective(batch, totals).loss)
 
 
 @pytest.mark.parametrize("kl", ["importance", "k3", "top_k"])
@@ -151,7 +177,7 @@ def test_micro_batch_scope_with_a_part_s_own_totals_is_algorithm_2() -> None:
     assert loss == pytest.approx(oracle.evaluate("p3o", part, kl="k3").loss, rel=1e-10)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "decoupled", "p3o", "two_anchor"])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "gspo"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_on_policy_every_token_objective_has_reinforce_s_gradient(
     name: str, dtype: torch.dtype
@@ -194,16 +220,70 @@ def test_dapo_with_equal_bounds_is_grpo(spread: float) -> None:
     assert_allclose(gradient(dapo_batch.logp), gradient(grpo_batch.logp), rtol=0)
 
 
+@pytest.mark.parametrize("weight_cap", [0.9, 5.0])
+def test_token_truncation_of_grpo_is_is_decoupled(weight_cap: float) -> None:
+    tokens = oracle.random_tokens(39, [4, 6], spread=0.7)
+    changes = {"correction": "token_truncate", "correction_cap": weight_cap}
+    corrected_batch, corrected = run("grpo_is", tokens, **changes)
+    decoupled_batch, decoupled = run("decoupled", tokens, weight_cap=weight_cap)
+    assert torch.equal(corrected.loss, decoupled.loss)
+    assert_allclose(gradient(corrected_batch.logp), gradient(decoupled_batch.logp), rtol=0)
+
+
+@few_examples
+@given(seed=SEEDS, lengths=LENGTHS, spread=SPREADS, threshold=st.sampled_from([0.0, 0.04, 0.5]))
+def test_what_m2po_keeps_is_near_and_what_it_drops_had_to_go(
+    seed: int, lengths: list[int], spread: float, threshold: float
+) -> None:
+    tokens = oracle.random_tokens(seed, lengths, spread=spread)
+    batch, _ = run("m2po", tokens, threshold=threshold)
+    log_ratio = tokens.logp - tokens.behaviour_logp
+    may_go = log_ratio * tokens.advantage > 0
+    kept = gradient(batch.logp) != 0
+    assert kept[~may_go].all()
+    squares = log_ratio**2
+    here, gone = squares[may_go & kept], squares[may_go & ~kept]
+    if len(here):
+        assert here.mean() <= threshold + 1e-15
+    if len(gone):
+        assert gone.min() >= here.max(initial=0.0)
+        assert np.append(here, gone.min()).mean() > threshold
+
+
+@few_examples
+@given(seed=SEEDS, lengths=LENGTHS, spread=SPREADS, data=st.data())
+def test_the_learning_rate_factor_is_that_of_the_undivided_step(
+    seed: int, lengths: list[int], spread: float, data: st.DataObject
+) -> None:
+    owner = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
+    tokens = oracle.random_tokens(seed, lengths, spread=spread)
+    parts = cut_between_sequences(lengths, owner)
+    objective = build_objective("vcpo", base_ess=0.9)
+    totals = reduce(add, [objective.totals(to_batch(tokens.take(part))) for part in parts])
+    factor = objective.learning_rate_factor(totals)
+    assert factor == pytest.approx(oracle.learning_rate_factor(tokens, 0.9), rel=1e-10)
+
+
+def test_only_vcpo_changes_the_learning_rate() -> None:
+    batch = to_batch(oracle.random_tokens(40, [4, 6], spread=0.7))
+    factors = {}
+    for name in OBJECTIVES:
+        objective = build_objective(name)
+        factors[name] = objective.learning_rate_factor(objective.totals(batch))
+    assert 0 < factors.pop("vcpo") < 1
+    assert set(factors.values()) == {1.0}
+
+
 @pytest.mark.parametrize("kl", ["importance", "k3", "top_k"])
-@pytest.mark.parametrize("anchor", ["logp", "behaviour_logp"])
-def test_two_anchor_with_an_uninformative_proximal_is_p3o(kl: str, anchor: str) -> None:
+@pytest.mark.parametrize("proximal", ["logp", "behaviour_logp"])
+def test_two_anchor_with_an_uninformative_proximal_is_p3o(kl: str, proximal: str) -> None:
     """Proximal == policy: e_prox = 1, its weight is 0. Proximal == behaviour: the mixture is pi_b
     and e_b = e_prox. Either way P3O is left."""
     tokens = oracle.random_tokens(35, [4, 6], spread=0.7)
-    top = {"logp": tokens.top_logp, "behaviour_logp": tokens.behaviour_top_logp}[anchor]
-    tokens = replace(tokens, proximal_logp=getattr(tokens, anchor), proximal_top_logp=top)
-    two_batch, two = run("two_anchor", tokens, kl=kl)
-    one_batch, one = run("p3o", tokens, kl=kl)
+    top = {"logp": tokens.top_logp, "behaviour_logp": tokens.behaviour_top_logp}[proximal]
+    tokens = replace(tokens, proximal_logp=getattr(tokens, proximal), proximal_top_logp=top)
+    two_batch, two = run("two_anchor", tokens, kl=kl, anchor="sampler")
+    one_batch, one = run("p3o", tokens, kl=kl, anchor="sampler")
     assert two.loss.item() == pytest.approx(one.loss.item(), rel=1e-10)
     assert_allclose(gradient(two_batch.logp), gradient(one_batch.logp), rtol=1e-9, atol=1e-13)
     top_gradients = gradient(two_batch.top_logp), gradient(one_batch.top_logp)

@@ -14,12 +14,17 @@ from trustbatch.objectives.base import Objective, ObjectiveOutput, Totals
 from trustbatch.objectives.cispo import CISPO
 from trustbatch.objectives.dapo import DAPO
 from trustbatch.objectives.decoupled import Decoupled
+from trustbatch.objectives.dppo import DPPO
 from trustbatch.objectives.grpo import GRPO
+from trustbatch.objectives.grpo_is import GRPOIS
 from trustbatch.objectives.gspo import GSPO
+from trustbatch.objectives.m2po import M2PO
 from trustbatch.objectives.p3o import P3O
 from trustbatch.objectives.reinforce import Reinforce
 from trustbatch.objectives.token_batch import TokenBatch
 from trustbatch.objectives.two_anchor import TwoAnchor
+from trustbatch.objectives.vcpo import VCPO
+from trustbatch.objectives.vespo import VESPO
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "reinforce": Reinforce,
@@ -28,6 +33,11 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "gspo": GSPO,
     "cispo": CISPO,
     "decoupled": Decoupled,
+    "grpo_is": GRPOIS,
+    "dppo": DPPO,
+    "m2po": M2PO,
+    "vespo": VESPO,
+    "vcpo": VCPO,
     "p3o": P3O,
     "two_anchor": TwoAnchor,
 }

@@ -31,6 +31,10 @@ class Totals:
     num_tokens: Tensor
     num_sequences: Tensor
     moments: dict[str, RatioMoments] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """float64, of any shape: whatever else adds up over the parts of a step"""
+    pools: dict[str, Tensor] = field(default_factory=dict)
+    """[n] float64, in no particular order: values of which the step needs each one"""
 
     def per_token(self, values: Tensor) -> Tensor:
         """Return the sum of values divided by the step's number of tokens; 0 if it has none."""
@@ -46,14 +50,20 @@ class Totals:
             num_tokens=self.num_tokens.to(device),
             num_sequences=self.num_sequences.to(device),
             moments={name: each.to(device) for name, each in self.moments.items()},
+            sums={name: each.to(device) for name, each in self.sums.items()},
+            pools={name: each.to(device) for name, each in self.pools.items()},
         )
 
     def __add__(self, other: "Totals") -> "Totals":
         assert self.moments.keys() == other.moments.keys(), "totals of different objectives"
+        assert self.sums.keys() == other.sums.keys(), "totals of different objectives"
+        assert self.pools.keys() == other.pools.keys(), "totals of different objectives"
         return Totals(
             num_tokens=self.num_tokens + other.num_tokens,
             num_sequences=self.num_sequences + other.num_sequences,
             moments={name: self.moments[name] + other.moments[name] for name in self.moments},
+            sums={name: self.sums[name] + other.sums[name] for name in self.sums},
+            pools={name: torch.cat([self.pools[name], other.pools[name]]) for name in self.pools},
         )
 
     def __radd__(self, other: int) -> "Totals":
@@ -110,7 +120,13 @@ class Objective(ABC):
             tokens = self._measurable(batch)
             num_sequences = torch.unique(tokens.sequence).numel()
             one = torch.ones((), dtype=torch.float64, device=batch.logp.device)
-            return Totals(one * len(tokens), one * num_sequences, self.moments(tokens))
+            return Totals(
+                num_tokens=one * len(tokens),
+                num_sequences=one * num_sequences,
+                moments=self.moments(tokens),
+                sums=self.sums(tokens),
+                pools=self.pools(tokens),
+            )
 
     def __call__(self, batch: TokenBatch, totals: Totals) -> ObjectiveOutput:
         """Return this batch's share of the step's loss, and its metrics.
@@ -134,6 +150,21 @@ class Objective(ABC):
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
         """Ratio moments that this objective needs of the whole step; none unless overridden."""
         return {}
+
+    def sums(self, tokens: TokenBatch) -> dict[str, Tensor]:
+        """Other sums that this objective needs of the whole step, in float64; none as a rule."""
+        return {}
+
+    def pools(self, tokens: TokenBatch) -> dict[str, Tensor]:
+        """Values [n] of which this objective needs each one of the whole step; none as a rule.
+
+        They all travel between ranks: a sum is better wherever it says enough.
+        """
+        return {}
+
+    def learning_rate_factor(self, totals: Totals) -> float:
+        """What the learning rate of this optimiser step is multiplied by."""
+        return 1.0
 
     @abstractmethod
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:

@@ -24,6 +24,16 @@ def bounded(log_ratio: Tensor) -> Tensor:
     return inside.detach() + (log_ratio - log_ratio.detach())
 
 
+def sequence_sums(values: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """Add up values [T] over each sequence, in float64.
+
+    Returns the sums [S], and at which of them a token's own is [T].
+    """
+    ids, place = torch.unique(sequence, return_inverse=True)
+    zeros = torch.zeros(len(ids), dtype=torch.float64, device=values.device)
+    return zeros.index_add(0, place, values.double()), place
+
+
 @dataclass(frozen=True)
 class RatioMoments:
     """Sums over tokens from which the effective sample size follows; they add over batches."""

@@ -72,10 +72,13 @@ class P3O(Objective):
 
     def anchor_of(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """Return the anchor's log-probs [T] and [T, K]; the sampler's where they are the same."""
-        sampler = tokens.behaviour_logp, tokens.behaviour_top_logp
         if self.anchor == "sampler" or tokens.anchor_logp is None:
-            return sampler
-        return tokens.anchor_logp, tokens.anchor_top_logp
+            name, logp, top_logp = "behaviour", tokens.behaviour_logp, tokens.behaviour_top_logp
+        else:
+            name, logp, top_logp = "anchor", tokens.anchor_logp, tokens.anchor_top_logp
+        if self.needs_top_logp:
+            top_logp = require(top_logp, f"{name}_top_logp", 'kl="top_k"')
+        return logp, top_logp
 
     def scoped_moments(self, tokens: TokenBatch, totals: Totals) -> dict[str, RatioMoments]:
         """Moments over the set of tokens that `ess_scope` names."""
@@ -105,9 +108,8 @@ class P3O(Objective):
             return torch.zeros_like(tokens.logp)
         if self.kl == "top_k":
             top_logp = require(tokens.top_logp, "top_logp", 'kl="top_k"')
-            name = "anchor_top_logp" if tokens.anchor_logp is not None else "behaviour_top_logp"
-            anchor = require(anchor_top_logp, name, 'kl="top_k"')
-            return kl_top_k(top_logp, anchor)
+            assert anchor_top_logp is not None, "anchor_of has required it"
+            return kl_top_k(top_logp, anchor_top_logp)
         x = tokens.logp - anchor_logp
         if self.kl == "k3":
             return kl_k3(x)

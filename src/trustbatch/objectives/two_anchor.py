@@ -43,9 +43,9 @@ class TwoAnchor(P3O):
         mixture = log_mixture(share.to(dtype), drawn_by, proximal)
         mixture_top = None
         if self.needs_top_logp:
-            behaviour_top = require(drawn_by_top, "behaviour_top_logp", 'kl="top_k"')
+            assert drawn_by_top is not None, "anchor_of has required it"
             proximal_top = require(tokens.proximal_top_logp, "proximal_top_logp", 'kl="top_k"')
-            mixture_top = log_mixture(share.to(dtype), behaviour_top, proximal_top.detach())
+            mixture_top = log_mixture(share.to(dtype), drawn_by_top, proximal_top.detach())
         ess = torch.minimum(ess_behaviour, ess_proximal)
         loss, metrics = self.capped_loss(
             tokens, totals, ess, self.kl_to(tokens, mixture, mixture_top)

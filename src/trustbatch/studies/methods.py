@@ -37,6 +37,10 @@ DAPO = objective("dapo", label="DAPO")
 GSPO = objective("gspo", label="GSPO")
 CISPO = objective("cispo", label="CISPO")
 DECOUPLED = objective("decoupled", label="Decoupled")
+DPPO = objective("dppo", label="DPPO")
+M2PO = objective("m2po", label="M2PO")
+VESPO = objective("vespo", label="VESPO")
+VCPO = objective("vcpo", label="VCPO")
 
 
 def grpo(clip: float) -> Method:
@@ -51,6 +55,19 @@ def grpo(clip: float) -> Method:
         },
         family="grpo",
     )
+
+
+def importance_sampled(correction: str, *, name: str, label: str) -> Method:
+    """Return GRPO with one way to correct for the sampler."""
+    return Method(
+        name=name,
+        label=label,
+        changes={"objective.name": "grpo_is", "objective.correction": correction},
+    )
+
+
+TOKEN_TIS = importance_sampled("token_truncate", name="token-tis", label="Token TIS")
+SEQUENCE_MIS = importance_sampled("sequence_mask", name="sequence-mis", label="Sequence MIS")
 
 
 def single_arms(methods: Sequence[Method]) -> tuple[Arm, ...]:

@@ -121,7 +121,6 @@ class Trainer:
 
     def _optimiser_step(self, parts: Sequence[_Anchored], apart: Sequence[_Measure]) -> Metrics:
         """Accumulate the gradient of all micro-batches, then step once, or not at all."""
-        learning_rate = self._set_learning_rate()
         from_policy = self.objective.totals_need_policy
         totals, outputs = self._accumulate(parts, apart, from_policy=from_policy)
         counted = sum(gathered(sum(output.num_tokens for output in outputs)))
@@ -132,6 +131,7 @@ class Trainer:
         parameters = [parameter for _, parameter in self.policy.trained_parameters()]
         norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip))
         loss = summed(torch.stack([output.loss.detach() for output in outputs]).sum())
+        learning_rate = self._set_learning_rate(self.objective.learning_rate_factor(totals))
         usable = bool((totals.num_tokens > 0) & torch.isfinite(norm) & torch.isfinite(loss))
         if usable:
             self.optimiser.step()
@@ -251,16 +251,17 @@ class Trainer:
                 reference = token_logprobs(self.reference, batch, temperature=temperature).logp
         return _Anchored(batch, proximal, reference)
 
-    def _set_learning_rate(self) -> float:
+    def _set_learning_rate(self, factor: float) -> float:
+        """Set the schedule's learning rate times what the objective makes of it."""
         config = self.config
-        factor = learning_rate_factor(
+        scheduled = config.learning_rate * learning_rate_factor(
             self.num_optimiser_steps,
             config.steps * config.passes * config.mini_batches,
             warmup_fraction=config.warmup_fraction,
             schedule=config.schedule,
         )
-        set_learning_rate(self.optimiser, config.learning_rate * factor)
-        return config.learning_rate * factor
+        set_learning_rate(self.optimiser, scheduled * factor)
+        return scheduled * factor
 
     def _count_skips(self, usable: bool) -> None:
         self.num_consecutive_skips = 0 if usable else self.num_consecutive_skips + 1

@@ -4,9 +4,15 @@ from trustbatch.studies.methods import (
     CISPO,
     DAPO,
     DECOUPLED,
+    DPPO,
     GSPO,
+    M2PO,
     P3O,
+    SEQUENCE_MIS,
+    TOKEN_TIS,
     TWO_ANCHOR,
+    VCPO,
+    VESPO,
     crossed_arms,
     objective,
 )
@@ -20,6 +26,7 @@ GRPO = objective("grpo", label="GRPO")
 def stress(scale: Scale) -> Study:
     """Every objective with its own defaults in every regime; nothing is tuned for any of them."""
     methods = [P3O, TWO_ANCHOR, GRPO, DAPO, GSPO, CISPO, DECOUPLED]
+    methods += [TOKEN_TIS, SEQUENCE_MIS, DPPO, M2PO, VESPO, VCPO]
     return Study(
         name="stress",
         scale=scale.name,
