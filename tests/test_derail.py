@@ -151,7 +151,8 @@ def test_the_seed_alone_decides_the_weights(
     other = weights(warm_start(tmp_path / "other", seed=1, steps=STEPS))
     first = weights(base_model[0])
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not all(torch.equal(first[name], other[name]) for name in first)
+    # further apart than so few steps lead: another start, and not only another corpus
+    assert max(float((first[name] - other[name]).abs().max()) for name in first) > 0.1
 
 
 def test_a_study_makes_the_model_that_its_name_says(

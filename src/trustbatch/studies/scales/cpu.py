@@ -20,11 +20,11 @@ def cpu_scale() -> Scale:
         base={
             "model": {"name": DERAIL_MODEL, "device": "cpu"},
             "task": {"name": "derail"},
-            "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_tokens": MAX_TOKENS},
+            "rollout": {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens": MAX_TOKENS},
             "training": {
                 "steps": STEPS,
                 "mini_batches": 8,
-                "learning_rate": 1e-3,
+                "learning_rate": 1.2e-3,
                 # a rate that fades ends what drifts before it has got anywhere
                 "schedule": "constant",
                 "warmup_fraction": 0.0,
