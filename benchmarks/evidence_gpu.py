@@ -32,9 +32,11 @@ REGIMES: dict[str, dict[str, Any]] = {
 }
 ARMS: dict[str, dict[str, Any]] = {
     "pact": {"name": "pact"},
-    "pact-model": {"name": "pact", "anchor": "model"},
-    "pact-both": {"name": "pact", "anchor": "both"},
-    "prox-0.3": {"name": "pact", "pull": 0.3},
+    "pact-rms": {"name": "pact", "pull": "deviation"},
+    "prox": {"name": "pact", "anchor": "proximal"},
+    "prox-rms": {"name": "pact", "anchor": "proximal", "pull": "deviation"},
+    "prox-0.3": {"name": "pact", "anchor": "proximal", "pull": 0.3},
+    "prox-1": {"name": "pact", "anchor": "proximal", "pull": 1.0},
     "p3o": {"name": "p3o"},
     "p3o-sampler": {"name": "p3o", "anchor": "sampler"},
     "grpo": {"name": "grpo"},
