@@ -1,4 +1,4 @@
-"""What vLLM really does on this machine: mismatch, weight updates, sleep, the cost of top tokens.
+"""What vLLM really does on this machine: mismatch, updates, sleep, the cost of what is recorded.
 
     python benchmarks/gpu_vllm_check.py --output results.jsonl [--model FOLDER] [--cases a,b]
 
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from trustbatch.types import Completion, GenerationRequest, SamplingParams
 ON_GPU = torch.cuda.is_available()
 PROMPT_TOKENS = 40
 CASE_SECONDS = 280
+ANCHOR = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+"""the distribution that P3O pulls to"""
 
 
 class Report:
@@ -95,7 +98,12 @@ def requests(
 
 @torch.no_grad()
 def mismatch(
-    policy: Policy, asked: list[GenerationRequest], drawn: list[Completion], *, precision: str
+    policy: Policy,
+    asked: list[GenerationRequest],
+    drawn: list[Completion],
+    *,
+    precision: str,
+    anchor: bool = False,
 ) -> dict[str, float]:
     """Compare recorded log-probs with this process's recomputation of the same distribution."""
     policy.precision, before = precision, policy.precision
@@ -105,9 +113,12 @@ def mismatch(
         request = asked[number // per_prompt]
         ids = torch.tensor([[*request.token_ids, *completion.token_ids.tolist()]])
         logits = policy.logits(ids.to(policy.device), num_last=len(completion.token_ids) + 1)
-        logp = sampling_logprobs(logits[0, :-1], request.sampling).cpu()
+        sampling = replace(request.sampling, **ANCHOR) if anchor else request.sampling
+        logp = sampling_logprobs(logits[0, :-1], sampling).cpu()
         ours = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        differences.append((ours - completion.behaviour_logp).double())
+        recorded = completion.anchor_logp if anchor else completion.behaviour_logp
+        assert recorded is not None, "the request asked for it"
+        differences.append((ours - recorded).double())
     policy.precision = before
     difference = torch.cat(differences)
     ratio = difference.exp()
@@ -128,15 +139,15 @@ def free_gib() -> float:
 
 def start(policy: Policy, report: Report, **options: Any) -> VllmEngine:
     """Start vLLM, and report how and with what."""
-    top_logprobs, precision = options.pop("top_logprobs", 0), options.pop("precision", "auto")
+    own = ("top_logprobs", "precision", "anchor_temperature")
+    of_engine = {name: options.pop(name) for name in own if name in options}
     small = {} if ON_GPU else {"kv_cache_gib": 0.25}
     before = free_gib()
     engine = VllmEngine(
         policy,
         VllmConfig(max_model_len=1024 if ON_GPU else 128, **small, **options),
         seed=0,
-        precision=precision,
-        top_logprobs=top_logprobs,
+        **of_engine,
     )
     report.write(
         "started",
@@ -240,9 +251,28 @@ def case_fp8(policy: Policy, report: Report) -> None:
     engine.close()
 
 
+def case_anchor(policy: Policy, report: Report) -> None:
+    """Both distributions of a server, as the trainer recomputes them."""
+    engine = start(policy, report, enforce_eager=True, top_logprobs=16, anchor_temperature=1.0)
+    for options in ({"temperature": 0.6}, {"temperature": 1.2, "top_p": 0.9, "top_k": 50}):
+        asked = requests(
+            policy, prompts=16, samples=2, tokens=64, anchor_temperature=1.0, **options
+        )
+        drawn = engine.generate(asked)
+        for anchor in (False, True):
+            result = mismatch(policy, asked, drawn, precision=policy.precision, anchor=anchor)
+            report.write("mismatch", sampling=options, anchor=anchor, **result)
+    engine.close()
+
+
 def case_throughput(policy: Policy, report: Report) -> None:
     """A server with CUDA graphs."""
     throughput(policy, report, mode="server")
+
+
+def case_throughput_anchor(policy: Policy, report: Report) -> None:
+    """The same with the anchor recorded."""
+    throughput(policy, report, mode="server", anchor_temperature=1.0)
 
 
 def case_throughput_in_process(policy: Policy, report: Report) -> None:
@@ -251,13 +281,15 @@ def case_throughput_in_process(policy: Policy, report: Report) -> None:
 
 
 def throughput(policy: Policy, report: Report, **options: Any) -> None:
-    """Time 512 completions of 512 tokens, without and with the 16 most likely tokens."""
+    """Time 512 completions of 512 tokens at T = 1.2, without and with the 16 most likely tokens."""
+    anchor = options.get("anchor_temperature")
+    how = {"temperature": 1.2, "anchor_temperature": anchor}
     engine = start(policy, report, gpu_memory_utilisation=0.6, top_logprobs=16, **options)
     shape = {"prompts": 64, "samples": 8, "tokens": 512 if ON_GPU else 64}
-    engine.generate(requests(policy, prompts=64, samples=1, tokens=16, top_logprobs=16))
+    engine.generate(requests(policy, prompts=64, samples=1, tokens=16, top_logprobs=16, **how))
     for num_top in (0, 16) if ON_GPU else (0, 16, 0, 16):
         begun = time.perf_counter()
-        drawn = engine.generate(requests(policy, **shape, top_logprobs=num_top))
+        drawn = engine.generate(requests(policy, **shape, top_logprobs=num_top, **how))
         seconds = time.perf_counter() - begun
         tokens = sum(len(completion.token_ids) for completion in drawn)
         report.write(
@@ -265,6 +297,7 @@ def throughput(policy: Policy, report: Report, **options: Any) -> None:
             mode=engine.config.mode,
             eager=engine.config.enforce_eager,
             top_logprobs=num_top,
+            anchor=anchor is not None,
             seconds=round(seconds, 2),
             tokens=tokens,
             tokens_per_second=round(tokens / seconds),
@@ -276,7 +309,9 @@ CASES: dict[str, Callable[[Policy, Report], None]] = {
     "in_process": case_in_process,
     "server": case_server,
     "fp8": case_fp8,
+    "anchor": case_anchor,
     "throughput": case_throughput,
+    "throughput_anchor": case_throughput_anchor,
     "throughput_in_process": case_throughput_in_process,
 }
 NEED_A_GPU = ("fp8",)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from trustbatch.advantages import (
     ADVANTAGES,
     group_centred,
+    group_quantile,
     group_standardised,
     leave_one_out,
 )
@@ -41,6 +42,44 @@ def test_leave_one_out_by_hand() -> None:
     assert leave_one_out(torch.tensor([[1.0, 0.0, 1.0]])).tolist() == [[0.5, -1.0, 0.5]]
 
 
+def test_group_quantile_by_hand() -> None:
+    # 0.4 of five rewards is the second lowest, 2; mean 4, std sqrt((9 + 4 + 1 + 0 + 36) / 5)
+    rewards = torch.tensor([[3.0, 10.0, 1.0, 4.0, 2.0]])
+    deviation = math.sqrt((1 + 36 + 9 + 0 + 4) / 5) + 1e-6
+    expected = [[value / deviation for value in (1.0, 8.0, -1.0, 2.0, 0.0)]]
+    torch.testing.assert_close(group_quantile(rewards), torch.tensor(expected).double())
+    # 0.5 of five is the third lowest, 3
+    shifted = [[value / deviation for value in (0.0, 7.0, -2.0, 1.0, -1.0)]]
+    found = group_quantile(rewards, quantile=0.5)
+    torch.testing.assert_close(found, torch.tensor(shifted).double())
+    # mean 1, std 1; 0.4 of two is the lower one
+    found = group_quantile(torch.tensor([[0.0, 2.0]]), epsilon=1.0)
+    assert found.tolist() == [[0.0, 1.0]]
+
+
+def test_a_quantile_teaches_the_rare_kind_alone() -> None:
+    # QAE's gate: a pass rate of up to 1 - 0.4 teaches what is right, above that what is wrong
+    for num_right in range(1, 10):
+        rewards = torch.tensor([[1.0] * num_right + [0.0] * (10 - num_right)])
+        advantages = group_quantile(rewards)[0]
+        right, wrong = advantages[:num_right], advantages[num_right:]
+        if num_right <= 6:
+            assert (right > 0).all()
+            assert (wrong == 0).all()
+        else:
+            assert (right == 0).all()
+            assert (wrong < 0).all()
+
+
+def test_a_quantile_is_taken_as_it_is_written() -> None:
+    # 0.07 * 100 is 7.000000000000001: the seventh of a hundred, not the eighth
+    rewards = torch.arange(100.0)[None]
+    assert group_quantile(rewards, quantile=0.07)[0, 6] == 0
+    for bad in (0.0, 1.0, -0.4, math.nan):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            group_quantile(rewards, quantile=bad)
+
+
 @pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -7.3, 1e12])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -59,7 +98,8 @@ def test_only_the_group_matters(name: str) -> None:
     assert torch.equal(together, alone)
     shifted = ADVANTAGES[name](rewards.double() + 100.0)
     torch.testing.assert_close(together, shifted, rtol=0, atol=1e-9)
-    torch.testing.assert_close(together.sum(dim=1), torch.zeros(4).double(), rtol=0, atol=1e-9)
+    if name != "group_quantile":  # its baseline is not a mean
+        torch.testing.assert_close(together.sum(dim=1), torch.zeros(4).double(), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -79,6 +119,8 @@ def test_a_reward_that_was_not_given_takes_no_part() -> None:
     # mean 1, std 1
     rewards = torch.tensor([[nan, 0.0, 2.0]])
     assert group_standardised(rewards, epsilon=1.0).tolist()[0][1:] == [-0.5, 0.5]
+    # 0.5 of the two that were given is the lower one; of all three it would be the second
+    assert group_quantile(rewards, quantile=0.5, epsilon=1.0).tolist()[0][1:] == [0.0, 1.0]
 
 
 REWARDS = st.lists(

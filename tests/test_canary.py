@@ -1,7 +1,8 @@
 """After a weight update the canary sees whether the engine followed; it disturbs nothing."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from trustbatch.observe.progress import Progress
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.policy import Policy
 from trustbatch.rollout.canary import NUM_PROMPTS, TOLERANCES, WIDEST, Canary, _tolerance
+from trustbatch.rollout.canary_reference import CanaryNotes
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.session import Session, open_session
 from trustbatch.tasks import build_task
-from trustbatch.types import Prompt
+from trustbatch.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 
 class Deaf(NativeEngine):
@@ -30,6 +32,17 @@ class Deaf(NativeEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over the number only."""
         self._version = version
+
+
+class Anchorless(NativeEngine):
+    """Records what it draws from, whatever else it is asked for."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Leave the anchor out."""
+        return [
+            replace(completion, anchor_logp=None, anchor_top_logp=None)
+            for completion in super().generate(requests)
+        ]
 
 
 class Digits:
@@ -150,3 +163,43 @@ def test_the_coarsest_precision_sets_the_tolerance() -> None:
     assert _tolerance("bfloat16", "float32") == TOLERANCES["bfloat16"]
     assert _tolerance("bfloat16", "fp8") == TOLERANCES["fp8"]
     assert _tolerance("something new", "float32") == WIDEST
+
+
+def anchored_sampling(policy: Policy, **options: float) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=4,
+        stop_token_ids=policy.stop_token_ids,
+        top_logprobs=4,
+        anchor_temperature=1.0,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1.2}, {"temperature": 0.5, "top_k": 4}])
+def test_the_anchor_of_a_run_is_compared_too(policy: Policy, options: dict[str, float]) -> None:
+    prompts = [Prompt(id=text, text=text, answer="") for text in ("1+1=", "12+34=", "7=")]
+    sampling = anchored_sampling(policy, **options)
+    notes = CanaryNotes(policy, prompts, logprob_mode="processed", anchored=sampling)
+    honest, anchorless = NativeEngine(policy, seed=0), Anchorless(policy, seed=0)
+    for metrics in (
+        Canary(honest, policy, prompts, anchored=sampling).check(0),
+        notes.note(version=0).check(honest),
+    ):
+        assert 0.0 < metrics["canary/max_abs_logratio"] < 1e-4
+        assert 0.0 < metrics["canary/anchor_max_abs_logratio"] < 1e-4
+    with pytest.raises(CanaryError, match="has another anchor than the trainer's policy"):
+        Canary(anchorless, policy, prompts, anchored=sampling).check(0)
+    with pytest.raises(CanaryError, match="has another anchor than the trainer's policy"):
+        notes.note(version=0).check(anchorless)
+
+
+def test_a_run_asks_for_its_anchor_where_it_records_one(tiny_folder: Path, tmp_path: Path) -> None:
+    found = {}
+    for temperature in (1.0, 1.2):
+        tree = tables(tiny_folder, tmp_path / str(temperature), temperature=temperature)
+        session = open_session(parse_config(tree))
+        found[temperature] = session.canary.check(0)
+        session.engine.close()
+        session.run.close()
+    assert "canary/anchor_max_abs_logratio" not in found[1.0]
+    assert 0.0 <= found[1.2]["canary/anchor_max_abs_logratio"] < 1e-4

@@ -76,6 +76,21 @@ def test_dry_run_prints_config_and_plan_and_trains_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_clip_and_another_temperature_are_cautioned_against(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hot = ["train", config, "--objective.name=grpo", "--rollout.temperature=1.2"]
+    assert main([*hot, "--dry-run"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("caution")]
+    assert "what is wrong and unlikely (A < 0, r < 1 - clip_low)" in line
+    assert "so entropy rises by itself" in line
+    for cure in ("--training.policy_temperature=rollout", "--objective.name=p3o"):
+        assert main([*hot, "--dry-run", cure]) == 0
+        assert "caution" not in capsys.readouterr().out
+    assert main([*hot, "--training.steps=1"]) == 0
+    assert line.removeprefix("caution").strip() in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

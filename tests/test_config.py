@@ -91,6 +91,11 @@ def test_overrides_beat_the_file(tmp_path: Path) -> None:
         ({"rollout": {"temperature": 0}}, "rollout.temperature = 0"),
         ({"rollout": {"samples_per_prompt": 1}}, "draw at least 2 samples a prompt"),
         ({"advantage": {"name": "group_centred", "epsilon": 1.0}}, "advantage.epsilon"),
+        ({"advantage": {"quantile": 0.4}}, "advantage.quantile belongs to group_quantile only"),
+        (
+            {"advantage": {"name": "group_quantile", "quantile": 1.0}},
+            "advantage.quantile = 1.0: input should be less than 1",
+        ),
         ({"objective": {"name": "ppo"}}, "There is no objective 'ppo'"),
         ({"objective": {"name": "p30"}}, "did you mean 'p3o'?"),
         ({"objective": {"name": "p3o", "clip_low": 0.2}}, "p3o has no option 'clip_low'"),

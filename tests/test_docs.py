@@ -109,6 +109,11 @@ def test_python_blocks_quote_the_source_or_run(path: Path) -> None:
             run_block(path, code, names)
 
 
+def test_the_arithmetic_of_the_page_about_the_paper_is_right() -> None:
+    (code,) = code_blocks(DOCS / "paper.md", "python")
+    run_block(DOCS / "paper.md", code, {})
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_toml_blocks_are_valid_configurations(path: Path) -> None:
     for code in code_blocks(path, "toml"):

@@ -5,7 +5,7 @@ is what a faulty engine would deliver.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,23 @@ class Rewriting(NativeEngine):
         logits = self.policy.model(input_ids=ids).logits[0, len(request.token_ids) - 1 : -1]
         logp = sampling_logprobs(logits, replace(request.sampling, **self.recorded))
         return logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+
+
+class Misanchored(NativeEngine):
+    """Draws and records as asked, but has another anchor."""
+
+    def __init__(self, *arguments: Any, wrong: Callable[[Completion], dict[str, Any]]) -> None:
+        super().__init__(*arguments, seed=0)
+        self.wrong = wrong
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Change what was recorded of the anchor, where it was."""
+        return [
+            replace(completion, **self.wrong(completion))
+            if completion.anchor_logp is not None
+            else completion
+            for completion in super().generate(requests)
+        ]
 
 
 class Deaf(NativeEngine):
@@ -339,6 +356,18 @@ def test_honest_settings_are_off_policy_by_configuration(
     assert all(part.mean_abs < 1e-5 for name, part in parts.items() if name != cause)
 
 
+def test_a_clip_that_meets_another_temperature_is_named(model_folder: Path) -> None:
+    policy = load(model_folder)
+    tables = {"rollout": {"temperature": 0.6}, "objective": {"name": "dapo"}}
+    config = config_of(model_folder, **tables)
+    verdict, examination = diagnose(config, policy, NativeEngine(policy, seed=0))
+    assert found(verdict) == (set(), {"temperature"})
+    assert "wrong and likely (A < 0, r < 1 - clip_low)" in words(verdict)
+    assert "so entropy falls by itself" in words(verdict)
+    cured = config_of(model_folder, rollout={"temperature": 0.6})
+    assert "entropy falls" not in words(judge(examination, cured))
+
+
 def test_the_tempered_policy_is_on_policy_at_its_own_temperature(model_folder: Path) -> None:
     policy = load(model_folder)
     config = config_of(
@@ -421,6 +450,87 @@ max_tokens = 12
 [run]
 folder = {folder!r}
 """
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"rollout": {"temperature": 1.2}},
+        {"rollout": {"temperature": 0.6, "top_p": 0.9, "top_k": 8}},
+        {"rollout": {"precision": "bfloat16", "temperature": 1.2}},
+        {"training": {"policy_temperature": 0.7}},
+        {"rollout": {"logprob_mode": "raw"}, "training": {"policy_temperature": 0.7}},
+    ],
+)
+def test_an_anchor_that_is_the_policy_is_no_finding(
+    model_folder: Path, tables: dict[str, dict[str, Any]]
+) -> None:
+    policy = load(model_folder)
+    config = config_of(model_folder, **tables)
+    engine = NativeEngine(policy, seed=0, precision=config.rollout.precision)
+    verdict, examination = diagnose(config, policy, engine)
+    (finding,) = [each for each in verdict.findings if each.check == "anchor"]
+    assert finding.status is Status.GOOD
+    assert found(verdict)[0] == set()
+    assert examination.anchor is not None
+    if config.rollout.precision == "auto":
+        assert examination.anchor.mismatch.max_abs < 1e-4
+        assert 0 < examination.anchor.top_residual < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("rollout", "wrong", "named"),
+    [
+        # what an engine does that knows of no anchor
+        (
+            {"temperature": 1.2},
+            lambda _: {"anchor_logp": None, "anchor_top_logp": None},
+            "those of T = 1.2, and not those of the policy at T = 1:",
+        ),
+        (
+            {"top_p": 0.9},
+            lambda _: {"anchor_logp": None, "anchor_top_logp": None},
+            "those of T = 1, top_p = 0.9, and not",
+        ),
+        (
+            {"temperature": 0.6},
+            lambda c: {"anchor_logp": 1.3 * c.anchor_logp},
+            "fit nothing that was tried",
+        ),
+        (
+            {"temperature": 1.2},
+            lambda c: {"anchor_top_logp": c.behaviour_top_logp},
+            "fit nothing that was tried",
+        ),
+    ],
+)
+def test_another_anchor_is_named(
+    model_folder: Path,
+    rollout: dict[str, float],
+    wrong: Callable[[Completion], dict[str, Any]],
+    named: str,
+) -> None:
+    policy = load(model_folder)
+    verdict, examination = diagnose(
+        config_of(model_folder, rollout=rollout), policy, Misanchored(policy, wrong=wrong)
+    )
+    assert verdict.causes(Status.FAULT) == ["anchor"]
+    assert named in words(verdict)
+    assert "softmax(logits / 1) before it tempers and cuts" in words(verdict)
+    assert examination.sampling.parts["arithmetic"].max_abs < 1e-4, "what was drawn is as recorded"
+
+
+def test_a_run_without_an_anchor_of_its_own_is_not_asked_for_it(model_folder: Path) -> None:
+    policy = load(model_folder)
+    for tables in (
+        {"rollout": {"temperature": 1.0}},
+        {"rollout": {"temperature": 1.2}, "objective": {"name": "p3o", "anchor": "sampler"}},
+        {"rollout": {"temperature": 1.2}, "objective": {"name": "grpo"}},
+    ):
+        config = config_of(model_folder, **tables)
+        verdict, examination = diagnose(config, policy, NativeEngine(policy, seed=0))
+        assert examination.anchor is None
+        assert all(finding.check != "anchor" for finding in verdict.findings)
 
 
 @pytest.fixture

@@ -20,13 +20,14 @@ from trustbatch.advantages import group_centred
 from trustbatch.batching.samples import to_sequences
 from trustbatch.config import RewardConfig
 from trustbatch.errors import ConfigError, RewardError
+from trustbatch.loops.draw import is_unequal
 from trustbatch.observe.report import write_report
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.rewards import Scorer, rewards_of
 from trustbatch.rollout.records import group_from_record, group_to_record, readable_record
 from trustbatch.tasks.arithmetic import Arithmetic
-from trustbatch.types import Grade, GradeStatus, Prompt, RolloutGroup
+from trustbatch.types import FinishReason, Grade, GradeStatus, Prompt, RolloutGroup
 
 
 def group_of(*completions: str, answer: str = "", details: dict[str, Any] | None = None) -> Any:
@@ -127,6 +128,77 @@ def test_several_batches_without_a_grade_end_the_run(caplog: pytest.LogCaptureFi
         with pytest.raises(RewardError, match="No completion of the last 3 batches"):
             scorer.score([group_of("raise", "raise")])
     assert "1 of 2 completions could not be graded; the first is of prompt '7'" in caplog.text
+
+
+def cut(group: RolloutGroup, *which: int, reason: FinishReason = FinishReason.LENGTH) -> Any:
+    completions = list(group.completions)
+    for number in which:
+        completions[number] = replace(completions[number], finish_reason=reason)
+    return replace(group, completions=tuple(completions))
+
+
+def test_the_cut_are_graded_unless_told() -> None:
+    with scorer_of(Arithmetic()) as scorer:
+        (group,) = scorer.score([cut(group_of("46", "47", answer="46"), 0)])
+    assert [grade.reward for grade in group.grades] == [1.0, 0.0]
+    assert rollout_metrics([group], policy="p", version=0)["reward/truncated"] == 0.0
+
+
+def test_the_cut_can_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    drawn = [
+        cut(group_of("46", "47", "46", answer="46"), 0),
+        cut(group_of("46", "46", "47", answer="46"), 2),
+    ]
+    with scorer_of(Arithmetic(), truncated="leave_out", ungraded=-5.0) as scorer:
+        groups = scorer.score(drawn)
+    first, second = (group.grades for group in groups)
+    assert first[0].status is second[2].status is GradeStatus.TRUNCATED
+    assert math.isnan(first[0].reward)  # not the number of reward.ungraded
+    assert [grade.reward for grade in first[1:]] == [0.0, 1.0]
+    assert [grade.reward for grade in second[:2]] == [1.0, 1.0]
+    assert not caplog.text  # no grader failed
+    advantages = group_centred(rewards_of(groups))
+    assert advantages.tolist()[0][1:] == [-0.5, 0.5]
+    assert [s.completion.sample for s in to_sequences(groups, advantages)] == [1, 2, 0, 1]
+    metrics = rollout_metrics(groups, policy="p", version=0)
+    assert metrics["reward/truncated"] == 2.0
+    assert metrics["reward/failed"] == 0.0
+    assert metrics["reward/mean"] == 0.75
+    assert metrics["reward/equal_groups_fraction"] == 0.5
+    assert metrics["response/truncated_fraction"] == pytest.approx(1 / 3)
+    assert [is_unequal(group) for group in groups] == [True, False]
+
+
+def test_an_episode_out_of_turns_is_not_cut() -> None:
+    group = cut(group_of("46", answer="46"), 0, reason=FinishReason.TURNS)
+    with scorer_of(Arithmetic(), truncated="leave_out") as scorer:
+        assert scorer.score([group])[0].grades == (Grade(reward=1.0),)
+
+
+def test_no_term_sees_what_was_cut() -> None:
+    terms = [{"name": "batch_function", "path": "pool_graders:batch_lengths"}]
+    with scorer_of(Arithmetic(), terms=terms, truncated="leave_out", ungraded="stop") as scorer:
+        # this function returns no number for "nan", which would end the run
+        (group,) = scorer.score([cut(group_of("a", "nan", "abc"), 1)])
+        (empty,) = scorer.score([cut(group_of("nan"), 0)])
+    assert [group.grades[0].reward, group.grades[2].reward] == [1.0, 3.0]
+    assert [grade.status for grade in empty.grades] == [GradeStatus.TRUNCATED]
+
+
+def test_several_batches_of_which_all_is_cut_end_the_run() -> None:
+    with scorer_of(Odd(), truncated="leave_out") as scorer:
+        scorer.score([cut(group_of("ok", "ok"), 0, 1)])
+        scorer.score([cut(group_of("raise", "ok"), 1)])  # nothing graded either
+        with pytest.raises(RewardError, match=r"raise rollout.max_tokens, or set reward.truncated"):
+            scorer.score([cut(group_of("ok", "ok"), 0, 1)])
+
+
+def test_an_evaluation_grades_what_was_cut() -> None:
+    reward = RewardConfig(truncated="leave_out")
+    assert reward.limits.truncated == "grade"
+    with scorer_of(Arithmetic(), **reward.limits.model_dump()) as scorer:
+        (group,) = scorer.score([cut(group_of("46", answer="46"), 0)])
+    assert group.grades[0].reward == 1.0
 
 
 def test_what_cannot_travel_is_graded_here_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -290,6 +362,13 @@ class Unreliable(Arithmetic):
         return float(len(completion) % 2)
 
 
+class Sized(Arithmetic):
+    """Rewards an odd number of characters."""
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        return float(len(completion) % 2)
+
+
 def test_a_run_goes_on_without_the_ungraded(tiny_folder: Path, tmp_path: Path) -> None:
     logging.getLogger("trustbatch.rewards.scoring").setLevel(logging.ERROR)
     result = trustbatch.train(
@@ -316,6 +395,38 @@ def test_a_run_goes_on_without_the_ungraded(tiny_folder: Path, tmp_path: Path) -
         for line in file.read_text().splitlines():
             row = json.loads(line, parse_constant=pytest.fail)
             assert (row["reward"] is None) == ("ungraded" in row)
+
+
+def test_a_run_goes_on_without_the_cut(tiny_folder: Path, tmp_path: Path) -> None:
+    """Of a model that stops now and then, what it could not finish is neither graded nor used."""
+    result = trustbatch.train(
+        model=str(tiny_folder),
+        task=Sized(),
+        rollout={"prompts_per_step": 4, "samples_per_prompt": 8, "max_tokens": 6},
+        reward={"truncated": "leave_out"},
+        training={"steps": 3, "learning_rate": 1e-4},
+        evaluation={"every": 3, "suite": [{"name": "arithmetic", "level": 1}], "prompts": 8},
+        run={"folder": str(tmp_path), "name": "run", "rollouts_every": 1, "rollouts_logged": 32},
+    )
+    start, *steps = result.metrics
+    for metrics in steps:
+        num_cut = metrics["reward/truncated"]
+        assert 0 < num_cut < 32
+        assert metrics["response/truncated_fraction"] == num_cut / 32
+        assert metrics["steps/skipped"] == 0.0
+        file = result.folder / "rollouts" / f"step-{metrics['step']:06.0f}.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        done = [row for row in rows if row["finish_reason"] != "length"]
+        assert len(rows) - len(done) == num_cut
+        assert metrics["tokens/count"] == sum(row["tokens"] for row in done)
+        assert metrics["reward/mean"] == pytest.approx(
+            sum(row["reward"] for row in done) / len(done)
+        )
+        for row in rows:
+            assert (row["advantage"] is None) == (row["finish_reason"] == "length")
+    for metrics in (start, steps[-1]):  # an evaluation grades all of them
+        assert metrics["eval/arithmetic/truncated_fraction"] > 0
+        assert metrics["eval/arithmetic/ungraded"] == 0.0
 
 
 def test_a_stopped_run_can_be_continued(tiny_folder: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from trustbatch.studies.results import plain_name
 from trustbatch.studies.runner import Pace, run_jobs
 from trustbatch.studies.scales.cpu import cpu_scale
 from trustbatch.studies.scales.gpu import gpu_scale
-from trustbatch.studies.scales.paper import paper_scale
+from trustbatch.studies.scales.paper import paper_scale, small_paper_scale
 from trustbatch.studies.scales.scale import Scale
 from trustbatch.studies.scales.smoke import smoke_scale
 from trustbatch.studies.study import Arm, Study
@@ -44,6 +44,7 @@ SCALES = {
     "cpu": cpu_scale(),
     "gpu": gpu_scale(),
     "paper": paper_scale(),
+    "paper-1.5b": small_paper_scale(),
 }
 
 
@@ -51,8 +52,8 @@ def config_of(study: Study, arm: Arm, seed: int = 0) -> Config:
     return parse_config(run_tree(study, arm, seed, out=Path("out"), models=Path("models")))
 
 
-def configs_at_paper_scale(name: str) -> list[Config]:
-    study = DEFINITIONS[name](SCALES["paper"])
+def configs_at_paper_scale(name: str, scale: str = "paper") -> list[Config]:
+    study = DEFINITIONS[name](SCALES[scale])
     return [config_of(study, arm) for arm in study.arms]
 
 
@@ -75,9 +76,10 @@ OPTIMISER = {
 
 @pytest.mark.parametrize("row", OPTIMISER)
 @pytest.mark.parametrize("name", DEFINITIONS)
-def test_the_optimiser_is_that_of_the_paper(name: str, row: str) -> None:
+@pytest.mark.parametrize("scale", ["paper", "paper-1.5b"])
+def test_the_optimiser_is_that_of_the_paper(scale: str, name: str, row: str) -> None:
     value, read = OPTIMISER[row]
-    assert {read(config) for config in configs_at_paper_scale(name)} == {value}
+    assert {read(config) for config in configs_at_paper_scale(name, scale)} == {value}
 
 
 # tab:training_params, "Per-experiment training configuration": clip, temperature, FP8
@@ -100,13 +102,17 @@ def row(name: str, column: str) -> Any:
     return TRAINING[name][COLUMNS.index(column)]
 
 
+@pytest.mark.parametrize("scale", ["paper", "paper-1.5b"])
 @pytest.mark.parametrize("column", COLUMNS)
-def test_every_row_of_the_training_table_is_in_the_configuration(column: str) -> None:
-    configs = configs_at_paper_scale(column)
+def test_every_row_of_the_training_table_is_in_the_configuration(column: str, scale: str) -> None:
+    configs = configs_at_paper_scale(column, scale)
+    # fig:clipping_factor_variability (b), fig:fp8_training (b), fig:temp_variability_appendix: a
+    # model that no table has, so all rows but the first are those of the experiment
+    model = row("Model", column) if scale == "paper" else "Qwen2.5-1.5B"
     for config in configs:
         rollout, training, cluster = config.rollout, config.training, config.cluster
         assert cluster is not None
-        assert config.model.name == f"Qwen/{row('Model', column)}"
+        assert config.model.name == f"Qwen/{model}"
         assert (cluster.trainers, cluster.engines) == row("Training / rollout GPU split", column)
         assert cluster.max_lag == 0
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -130,6 +136,31 @@ def test_every_row_of_the_training_table_is_in_the_configuration(column: str) ->
     assert {options["clip_high"] for options in grpo} == row("GRPO clip setting", column)
     is_fp8 = column == "fp8"
     assert {config.rollout.precision == "fp8" for config in configs} == {is_fp8}
+
+
+def test_thinking_is_chosen_for_the_model_that_thinks() -> None:
+    for name in DEFINITIONS:
+        for config in configs_at_paper_scale(name):
+            thinks = config.model.name == "Qwen/Qwen3-4B-Thinking-2507"
+            assert config.task.options.get("thinking") is (False if thinks else None)
+            assert ("thinking = false" in config.to_toml()) == thinks
+        for config in configs_at_paper_scale(name, "paper-1.5b"):
+            assert config.task.options.get("thinking") is None
+
+
+def test_the_two_paper_scales_differ_in_the_model_alone() -> None:
+    for name in DEFINITIONS:
+        pairs = zip(
+            configs_at_paper_scale(name), configs_at_paper_scale(name, "paper-1.5b"), strict=True
+        )
+        for large, small in pairs:
+            one, other = _flat(large.to_dict()), _flat(small.to_dict())
+            different = {key for key in one | other if one.get(key) != other.get(key)}
+            assert different <= {"model.name", "task.thinking", "rollout.policies"}
+            assert "model.name" in different
+            assert [policy.share for policy in large.rollout.policies] == [
+                policy.share for policy in small.rollout.policies
+            ]
 
 
 def test_benchmarks_and_hardware_are_those_of_the_paper() -> None:
@@ -323,6 +354,17 @@ def test_a_dry_run_of_the_paper_needs_neither_hub_nor_gpu(
     assert "6 trainers with 1 CPU and 1 GPU each" in shown
     assert "2 engines with 1 CPU and 1 GPU each" in shown
     assert "which is 8 GPU of Ray's 8" in shown
+    assert " fits: needs" in shown
+
+
+def test_a_dry_run_of_the_smaller_model_has_a_folder_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["study", "fp8", "--scale", "paper-1.5b", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "1,543,714,304 parameters" in shown
+    assert "runs/studies/fp8-paper-1.5b" in "".join(shown.split())
     assert " fits: needs" in shown
 
 

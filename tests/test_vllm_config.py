@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from trustbatch.config import VllmConfig, load_config, parse_config
+from trustbatch.engines import recorded_anchor_temperature
 from trustbatch.errors import ConfigError
 from trustbatch.policy import Policy
 from trustbatch.rollout import vllm_engine
@@ -73,3 +74,31 @@ def test_what_a_cpu_can_not_do_is_refused(
     monkeypatch.setattr(vllm_engine, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=words):
         VllmEngine(policy, config, seed=0, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("tables", "temperature"),
+    [
+        ({}, None),
+        ({"rollout": {"temperature": 1.2}}, 1.0),
+        ({"rollout": {"top_p": 0.9}}, 1.0),
+        ({"rollout": {"top_k": 5}}, 1.0),
+        ({"training": {"policy_temperature": 0.7}}, 0.7),
+        (
+            {"rollout": {"temperature": 1.2}, "training": {"policy_temperature": "rollout"}},
+            None,
+        ),
+        ({"rollout": {"temperature": 0.6, "logprob_mode": "raw"}}, None),
+        ({"rollout": {"temperature": 1.2}, "objective": {"name": "grpo"}}, None),
+        (
+            {"rollout": {"temperature": 1.2}, "objective": {"name": "p3o", "anchor": "sampler"}},
+            None,
+        ),
+        ({"rollout": {"policies": [{"model": "o", "share": 0.5, "temperature": 0.6}]}}, 1.0),
+        ({"rollout": {"policies": [{"model": "o", "share": 0.5}]}}, None),
+    ],
+)
+def test_vllm_is_started_for_an_anchor_only_where_one_is_recorded(
+    tables: dict[str, Any], temperature: float | None
+) -> None:
+    assert recorded_anchor_temperature(parse_config({**MINIMAL, **tables})) == temperature

@@ -388,7 +388,8 @@ def test_a_server_ends_with_the_core_that_computes_for_it(
         dtype_name="float32",
         quantisation=None,
         logprob_mode="raw",
-        max_logprobs=0,
+        top_logprobs=0,
+        anchor_temperature=None,
         max_model_len=512,
         max_sequences=8,
         tensor_parallel=1,
@@ -427,19 +428,26 @@ def test_a_server_that_does_not_start_in_time_is_ended(long_folder: Path) -> Non
 
 TRAINER = """
 import sys, time
+from dataclasses import replace
 from pathlib import Path
-import torch
 sys.path.insert(0, sys.argv[2])
 from test_vllm_engine import LONG_PROMPT, SMALL, ask, largest_difference, load, perturb
 from trustbatch.config import VllmConfig
 from trustbatch.rollout.vllm_engine import VllmEngine
 policy = load(Path(sys.argv[1]))
-engine = VllmEngine(policy, VllmConfig(**SMALL, tensor_parallel=2), seed=0)
-request = ask(policy, LONG_PROMPT)
-differences = [largest_difference(policy, request, engine.generate([request]))]
-perturb(policy, 1)
-engine.load_weights(policy.named_weights(), 1)
-differences.append(largest_difference(policy, request, engine.generate([request])))
+config = VllmConfig(**SMALL, tensor_parallel=2)
+engine = VllmEngine(policy, config, seed=0, anchor_temperature=1.0)
+request = ask(policy, LONG_PROMPT, temperature=1.2, anchor_temperature=1.0)
+plain = ask(policy, LONG_PROMPT)
+differences = []
+for version in (0, 1):
+    drawn = engine.generate([request])
+    anchors = [replace(each, behaviour_logp=each.anchor_logp) for each in drawn]
+    differences.append(largest_difference(policy, request, drawn))
+    differences.append(largest_difference(policy, plain, anchors))
+    if version == 0:
+        perturb(policy, 1)
+        engine.load_weights(policy.named_weights(), 1)
 print(max(differences), engine._host.pid, engine._folder.name, flush=True)
 time.sleep(600)
 """

@@ -109,7 +109,7 @@ def test_adamw_by_hand() -> None:
     torch.testing.assert_close(parameter.data, expected)
 
 
-@pytest.mark.parametrize("name", ["group_centred", "leave_one_out"])
+@pytest.mark.parametrize("name", ["group_centred", "leave_one_out", "group_quantile"])
 def test_the_named_advantage_is_used(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     class Lengths:
         name = "lengths"
@@ -135,6 +135,8 @@ def test_advantage_names_are_those_of_the_functions() -> None:
     annotation: Any = AdvantageConfig.model_fields["name"].annotation
     assert set(annotation.__args__) == set(ADVANTAGES)
     assert AdvantageConfig(epsilon=0.5).options == {"epsilon": 0.5}
+    config = AdvantageConfig(name="group_quantile", quantile=0.25, epsilon=0.5)
+    assert config.options == {"quantile": 0.25, "epsilon": 0.5}
 
 
 def test_a_position_has_its_own_random_number(

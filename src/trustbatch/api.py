@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trustbatch.cautions import cautions
 from trustbatch.config import Config, parse_config
 from trustbatch.loops.async_loop import train_async
 from trustbatch.loops.sync import train_sync
@@ -107,6 +108,8 @@ def _train(
         LiveLine(stream).show(
             f"{config.run.name} goes on after step {session.loop.step}.", last=True
         )
+    for sentence in cautions(config):
+        LiveLine(stream).show(sentence, last=True)
     if config.training.compile:
         line = "The first step compiles the layers, which can take a minute."
         LiveLine(stream).show(line, last=True)

@@ -237,6 +237,8 @@ class RewardConfig(_Table):
     """parts that add up to the reward"""
     ungraded: Literal["leave_out", "stop"] | float = "leave_out"
     """what becomes of a completion whose grader fails; a number is its reward"""
+    truncated: Literal["grade", "leave_out"] = "grade"
+    """what becomes of a completion that was cut for want of room"""
     workers: int | None = Field(default=None, ge=1)
     """grading processes; as many as there are cores unless told"""
     time_limit: float = Field(default=10.0, gt=0.0)
@@ -247,7 +249,8 @@ class RewardConfig(_Table):
     @property
     def limits(self) -> "RewardConfig":
         """The limits alone, for an evaluation: there the task's grader says what is right."""
-        return self.model_copy(update={"terms": (), "ungraded": "leave_out"})
+        update = {"terms": (), "ungraded": "leave_out", "truncated": "grade"}
+        return self.model_copy(update=update)
 
     @model_validator(mode="after")
     def _check(self) -> "RewardConfig":
@@ -263,14 +266,32 @@ class RewardConfig(_Table):
 class AdvantageConfig(_Table):
     """[advantage]: from rewards to credit."""
 
-    name: Literal["group_standardised", "group_centred", "leave_one_out"] = "group_standardised"
+    name: Literal["group_standardised", "group_centred", "leave_one_out", "group_quantile"] = (
+        "group_standardised"
+    )
     epsilon: float | None = Field(default=None, gt=0.0)
-    """added to the standard deviation; group_standardised only, 1e-6 unless told"""
+    """added to the standard deviation; group_standardised and group_quantile, 1e-6 unless told"""
+    quantile: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """of the group's rewards, what others are compared with; group_quantile, 0.4 unless told"""
 
     @property
     def options(self) -> dict[str, float]:
         """Keyword arguments of the advantage function."""
-        return {} if self.epsilon is None else {"epsilon": self.epsilon}
+        told = {"epsilon": self.epsilon, "quantile": self.quantile}
+        return {name: value for name, value in told.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _check(self) -> "AdvantageConfig":
+        if self.epsilon is not None and self.name not in ("group_standardised", "group_quantile"):
+            raise ValueError(
+                "advantage.epsilon belongs to group_standardised and group_quantile only: remove it"
+            )
+        if self.quantile is not None and self.name != "group_quantile":
+            raise ValueError(
+                "advantage.quantile belongs to group_quantile only: set advantage.name to that, or "
+                "remove it"
+            )
+        return self
 
 
 class TrainingConfig(_Table):
@@ -446,7 +467,7 @@ class Config(_Table):
         objective = data.setdefault("objective", {})
         if not isinstance(objective, dict):
             return data
-        if objective.setdefault("name", "p3o") in ("p3o", "two_anchor"):
+        if objective.setdefault("name", "p3o") in ("p3o", "two_anchor", "pact"):
             objective.setdefault("kl", "top_k")
             rollout = data.setdefault("rollout", {})
             if objective["kl"] == "top_k" and isinstance(rollout, dict):
@@ -456,14 +477,11 @@ class Config(_Table):
     @model_validator(mode="after")
     def _check(self) -> "Config":
         objective = self.build_objective()
-        standardised = self.advantage.name == "group_standardised"
         if self.rollout.samples_per_prompt == 1:
             raise ValueError(
                 f"rollout.samples_per_prompt = 1 leaves advantage.name = {self.advantage.name} "
                 "nothing to compare a sample with: draw at least 2 samples a prompt"
             )
-        if self.advantage.epsilon is not None and not standardised:
-            raise ValueError("advantage.epsilon belongs to group_standardised only: remove it")
         if objective.needs_top_logp and self.rollout.top_logprobs == 0:
             raise ValueError(
                 'objective.kl = "top_k" needs rollout.top_logprobs above 0, such as 16'

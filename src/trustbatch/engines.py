@@ -8,12 +8,13 @@ from trustbatch.policy import Policy, default_precision
 from trustbatch.ranks import num_ranks, rank_device, this_rank
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.in_parts import EngineInParts
-from trustbatch.rollout.mixture import MixedEngine, SecondPolicy
+from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, told_sampling
 from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.rollout.sampling import policy_seed
 from trustbatch.rollout.shared_engine import SharedEngine
 from trustbatch.rollout.vllm_engine import VllmEngine
 from trustbatch.rollout.vocabulary import speak_the_same_tokens
+from trustbatch.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def _build(
             max_sequences=rollout.max_sequences,
             top_logprobs=rollout.top_logprobs,
             logprob_mode=rollout.logprob_mode,
+            anchor_temperature=recorded_anchor_temperature(config),
             trust_remote_code=trust_remote_code,
             device=rank_device(config.model.device),
         )
@@ -127,6 +129,23 @@ def _build(
     if rollout.prompts_per_call is None:
         return engine
     return EngineInParts(engine, prompts_per_call=rollout.prompts_per_call)
+
+
+def recorded_anchor_temperature(config: Config) -> float | None:
+    """Return the anchor's temperature where a policy draws from another distribution, else None."""
+    rollout = config.rollout
+    trained = SamplingParams(
+        max_tokens=rollout.max_tokens,
+        stop_token_ids=(),
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        logprob_mode=rollout.logprob_mode,
+        anchor_temperature=config.anchor_temperature,
+    )
+    second = [told_sampling(each, trained) for each in rollout.policies]
+    records = any(sampling.records_anchor for sampling in (trained, *second))
+    return config.anchor_temperature if records else None
 
 
 def load_second_policies(config: Config, trained: Policy) -> list[Policy]:

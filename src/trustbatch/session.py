@@ -126,17 +126,25 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         elif num_ranks() > 1 and config.cluster is None:
             scorer = SharedScorer(own_scorer)
         canary_prompts = [task.prompt(index) for index in range(NUM_PROMPTS)]
+        sampling = configured_sampling(config, policy)
+        anchored = sampling if sampling.records_anchor else None
         canary = Canary(
             engines.trained,
             policy,
             canary_prompts,
             max_tokens=config.rollout.max_tokens,
             logprob_mode=config.rollout.logprob_mode,
+            anchored=anchored,
             every=config.updates_per_canary,
         )
         notes = None
         if config.cluster is not None:
-            notes = CanaryNotes(policy, canary_prompts, logprob_mode=config.rollout.logprob_mode)
+            notes = CanaryNotes(
+                policy,
+                canary_prompts,
+                logprob_mode=config.rollout.logprob_mode,
+                anchored=anchored,
+            )
         # after the canary, whose prompts are the same whenever the run was started
         if isinstance(task, LearningTask) and loop.task:
             task.load_state(loop.task)

@@ -193,6 +193,8 @@ class GradeStatus(StrEnum):
     """the grader raised an error, or returned something that is not a finite number"""
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
+    TRUNCATED = "truncated"
+    """it was cut for want of room, and `reward.truncated` leaves such completions out"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +202,7 @@ class Grade:
     """What a grader said of one completion."""
 
     reward: float
-    """not a number where the status is another than GRADED: a fault of the grader is no reward"""
+    """not a number where the status is another than GRADED: what was not judged has no reward"""
     status: GradeStatus = GradeStatus.GRADED
     reason: str = ""
     """why it was not graded"""

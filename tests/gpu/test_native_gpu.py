@@ -62,6 +62,28 @@ def test_recorded_log_probs(policy: Policy, options: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
+    "options", [{"temperature": 0.6}, {"temperature": 1.2}, {"top_k": 3}, {"top_p": 0.7}]
+)
+def test_recorded_anchor(policy: Policy, options: dict[str, float]) -> None:
+    """The model's own distribution beside the one drawn from, in eager and in recorded steps."""
+    requests = ask(policy, top_logprobs=5, anchor_temperature=1.0, **options)
+    plain = ask(policy)
+    without = NativeEngine(policy, seed=0).generate(ask(policy, top_logprobs=5, **options))
+    differences = []
+    for number, completion in enumerate(NativeEngine(policy, seed=0).generate(requests)):
+        assert completion.anchor_logp is not None
+        assert completion.anchor_top_logp is not None
+        assert torch.equal(completion.token_ids, without[number].token_ids)
+        assert torch.equal(completion.behaviour_logp, without[number].behaviour_logp)
+        expected = recomputed(policy, plain[number // 4], completion)
+        taken = expected.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+        differences.append((completion.anchor_logp - taken).abs())
+        top = expected.gather(-1, completion.top_token_ids)
+        differences.append((completion.anchor_top_logp - top).abs().flatten())
+    assert float(torch.cat(differences).mean()) < (1e-4 if policy.precision == "float32" else 0.03)
+
+
+@pytest.mark.parametrize(
     "options", [{"temperature": 0.6}, {}, {"temperature": 1.2}, {"top_k": 3}, {"top_p": 0.7}]
 )
 def test_frequencies_of_eager_and_of_recorded_steps(

@@ -47,6 +47,12 @@ CASES: list[tuple[str, Options]] = [
     ("two_anchor", {"kl": "k3"}),
     ("two_anchor", {"kl": "top_k"}),
     ("two_anchor", {"anchor": "sampler", "kl": "top_k"}),
+    ("pact", {}),
+    ("pact", {"kl": "k3"}),
+    ("pact", {"kl": "top_k"}),
+    ("pact", {"anchor": "proximal", "kl": "top_k", "pull": 0.3}),
+    ("pact", {"anchor": "model", "kl": "top_k"}),
+    ("pact", {"pull": "deviation"}),
 ]
 EXTRAS: Options = {"entropy_coef": 0.03, "reference_kl_coef": 0.2}
 
@@ -63,7 +69,7 @@ def to_batch(tokens: Tokens, dtype: torch.dtype = torch.float64) -> TokenBatch:
         value = getattr(tokens, f.name)
         if value is None:
             continue
-        if f.name == "sequence":
+        if f.name in ("sequence", "source"):
             tensors[f.name] = torch.tensor(value)
         else:
             learnt = f.name in ("logp", "top_logp", "entropy")
@@ -79,7 +85,7 @@ def rounded_to_float32(tokens: Tokens) -> Tokens:
         **{
             k: v.astype(np.float32).astype(np.float64)
             for k, v in arrays.items()
-            if v is not None and k != "sequence"
+            if v is not None and k not in ("sequence", "source")
         },
     )
 

@@ -42,6 +42,7 @@ DEFAULTS: dict[str, dict[str, float | str]] = {
     "vcpo": {"weight_cap": 8.0, "base_ess": 1.0},
     "p3o": {},
     "two_anchor": {},
+    "pact": {},
 }
 
 
@@ -61,6 +62,7 @@ class Tokens:
     proximal_top_logp: Array | None = None
     anchor_logp: Array | None = None
     anchor_top_logp: Array | None = None
+    source: NDArray[np.int64] | None = None
 
     def take(self, index: NDArray[np.int64]) -> "Tokens":
         """The tokens at `index`, in that order."""
@@ -213,6 +215,7 @@ def random_tokens(
         proximal_top_logp=np.take_along_axis(proximal, likely, axis=1),
         anchor_logp=anchor[rows, drawn],
         anchor_top_logp=np.take_along_axis(anchor, likely, axis=1),
+        source=rng.integers(3, 5, size=count),  # two sources, whose numbers need not begin at 0
     )
 
 
@@ -226,7 +229,7 @@ def evaluate(
     tokens: Tokens,
     *,
     kl: str = "importance",
-    anchor: str = "model",
+    anchor: str | None = None,
     entropy_coef: float = 0.0,
     reference_kl_coef: float = 0.0,
     num_tokens: int | None = None,
@@ -249,6 +252,8 @@ def evaluate(
         return Result(0.0, d_logp, d_entropy, d_top)
 
     options = {**DEFAULTS[name], **options}
+    if name == "pact":
+        options["anchor"] = anchor or "both"
     if name in RIVALS:
         value, slope = RIVALS[name](kept, **options)
         loss, slope, slope_top, ess = value.sum() / n, slope / n, None, {}
@@ -293,6 +298,8 @@ def token_terms(
         value, slope = clipped_surrogate(q, a, options["clip_low"], options["clip_high"])
         return weight * value, weight * slope, None, {}
 
+    if name == "pact":
+        return pact(t, kl, **options)
     e_b = normalised_ess(log_ratio)
     if name == "p3o":
         e, w_b, w_prox = e_b, 1.0, 0.0
@@ -322,6 +329,43 @@ def token_terms(
     else:
         penalty, pull = importance_kl(t.logp, log_anchor, t.behaviour_logp)
     return value + (1 - e) * penalty, slope + (1 - e) * pull, None, ess
+
+
+def pact(
+    t: Tokens, kl: str, anchor: str, pull: str | float = "standard_error"
+) -> tuple[Array, Array, Array | None, dict[str, float]]:
+    """-min(r, e) A logp + c KL(pi || prox) + (1 - e) KL(pi || model), e of the token's source."""
+    near, near_top = t.proximal_logp, t.proximal_top_logp
+    if anchor == "model":
+        near, near_top = t.anchor_logp, t.anchor_top_logp
+    r, a = ratio(t.logp - t.behaviour_logp), ratio(near - t.behaviour_logp)
+    e = np.zeros_like(r)
+    for source in np.unique(t.source):
+        e[t.source == source] = normalised_ess((t.logp - t.behaviour_logp)[t.source == source])
+    sequences = [t.sequence == one for one in np.unique(t.sequence)]
+    rms = np.sqrt(np.mean([t.advantage[inside][0] ** 2 for inside in sequences]))
+    drift = r.sum() ** 2 / (a.sum() * (r**2 / a).sum())
+    support = min(1.0, r.sum() / a.sum())
+    left = len(sequences) * (drift * support) ** (len(r) / len(sequences))
+    measured = {"standard_error": rms / np.sqrt(max(1.0, left)), "deviation": rms}
+    c = measured[pull] if isinstance(pull, str) else pull
+    weight = np.minimum(r, e)
+    value, slope = -weight * t.advantage * t.logp, -weight * t.advantage
+    ess = {"pull": c, "sequences": left}
+    pulls = [(c * np.ones_like(r), near, near_top)]
+    if anchor == "both":
+        pulls.append((1 - e, t.anchor_logp, t.anchor_top_logp))
+    slope_top = None if kl != "top_k" else np.zeros_like(t.top_logp)
+    for strength, log_anchor, anchor_top in pulls:
+        if kl == "top_k":
+            penalty, force_top = top_k_kl(t.top_logp, anchor_top)
+            force, slope_top = 0.0, slope_top + strength[:, None] * force_top
+        elif kl == "k3":
+            penalty, force = k3(t.logp - log_anchor), k3_slope(t.logp - log_anchor)
+        else:
+            penalty, force = importance_kl(t.logp, log_anchor, t.behaviour_logp)
+        value, slope = value + strength * penalty, slope + strength * force
+    return value, slope, slope_top, ess
 
 
 def gspo(t: Tokens, clip_low: float, clip_high: float) -> tuple[float, Array]:

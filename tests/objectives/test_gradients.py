@@ -210,8 +210,8 @@ def test_only_the_weights_are_detached_in_p3o(name: str, kl: str) -> None:
 def test_no_gradient_reaches_the_anchors() -> None:
     """A proximal snapshot computed with gradient switched on is still a constant."""
     tokens = oracle.random_tokens(6, [4, 2, 5], spread=0.6)
-    for name in ("decoupled", "grpo_is", "two_anchor"):
-        for kl in ("importance", "k3", "top_k") if name == "two_anchor" else (None,):
+    for name in ("decoupled", "grpo_is", "two_anchor", "pact"):
+        for kl in ("importance", "k3", "top_k") if name in ("two_anchor", "pact") else (None,):
             batch = to_batch(tokens)
             batch.proximal_logp.requires_grad_()
             batch.proximal_top_logp.requires_grad_()

@@ -52,6 +52,15 @@ OWN = {
     "vespo": {"weight/mean"},
     "vcpo": {"ratio/capped_fraction", "weight/cap", "ess/sequence", "learning_rate/factor"},
     "p3o": {"kl/penalty", "ratio/capped_fraction", "weight/cap"},
+    "pact": {
+        "kl/penalty",
+        "ratio/capped_fraction",
+        "weight/cap",
+        "pull/strength",
+        "pull/sequences",
+        "pull/ess",
+        "pull/support",
+    },
     "two_anchor": {
         "kl/penalty",
         "ratio/capped_fraction",
@@ -333,9 +342,12 @@ def test_what_an_objective_asks_of_the_trainer() -> None:
     """Whether a pre-pass for the totals, a proximal snapshot or the top K are needed."""
     asks = {name: build_objective(name) for name in OBJECTIVES}
     need_policy = {n for n, o in asks.items() if o.totals_need_policy}
-    assert need_policy == {"m2po", "vcpo", "p3o", "two_anchor"}
+    assert need_policy == {"m2po", "vcpo", "p3o", "two_anchor", "pact"}
     need_proximal = {n for n, o in asks.items() if o.needs_proximal}
-    assert need_proximal == {"decoupled", "grpo_is", "two_anchor"}
+    assert need_proximal == {"decoupled", "grpo_is", "two_anchor", "pact"}
+    clipped = {n: o.clips_behaviour_ratio for n, o in asks.items() if o.clips_behaviour_ratio}
+    masked = dict.fromkeys(("dppo", "m2po"), "mask")
+    assert clipped == {"grpo": "token", "dapo": "token", "gspo": "sequence", **masked}
     assert not any(o.needs_top_logp for o in asks.values())
     assert build_objective("p3o", kl="top_k").needs_top_logp
     assert not build_objective("p3o", ess_scope="micro_batch").totals_need_policy

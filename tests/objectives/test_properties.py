@@ -480,3 +480,19 @@ def test_selected_tokens_keep_the_gradient_of_the_policy_only() -> None:
         loss = objective(tied, objective.totals(tied)).loss
         losses.append(torch.autograd.grad(loss, batch.logp, retain_graph=True)[0])
     torch.testing.assert_close(losses[0], losses[1])
+
+
+@every_objective
+def test_who_clips_the_behaviour_ratio_says_so(name: str, options: Options) -> None:
+    """Tokens in sequences of their own, at r = exp(-1) and exp(1), each with both advantages."""
+    tokens = oracle.random_tokens(0, [1, 1, 1, 1])
+    behaviour = tokens.logp - np.array([-1.0, -1.0, 1.0, 1.0])
+    advantage = np.array([-1.0, 1.0, 1.0, -1.0])
+    tokens = replace(
+        tokens, behaviour_logp=behaviour, advantage=advantage, proximal_logp=tokens.logp
+    )
+    batch, _ = run(name, tokens, **options)
+    # where the ratio already is beyond what the advantage asks for, and where it is not
+    beyond, short = gradient(batch.logp)[::2], gradient(batch.logp)[1::2]
+    clips = bool((beyond == 0).any() and (short != 0).all())
+    assert clips == (build_objective(name).clips_behaviour_ratio is not None)

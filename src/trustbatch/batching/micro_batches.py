@@ -4,7 +4,7 @@ A batch is packed: units lie end to end, and attention alone knows where they en
 can't compute that, it has padded rows instead, one a sequence. Both give the same log-probs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -52,6 +52,8 @@ class MicroBatch:
     """who drew each sequence"""
     version: Tensor
     """[T] and with which version of its weights, for each token"""
+    source: Tensor
+    """[T] the number of that pair of policy and version among all of the optimiser step"""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Move every tensor."""
@@ -86,9 +88,10 @@ def micro_batches(
     own = bins_of_rank(bins, rank=rank, num_ranks=num_ranks)
     tops = {_top_width(sequence) for sequence in sequences}
     (top,) = tops if len(tops) == 1 else (None,)
+    sources = {pair: number for number, pair in enumerate(_pairs(sequences))}
     has_anchor = any(sequence.completion.anchor_logp is not None for sequence in sequences)
     pad = pad_token_id if not packs else None
-    return [_lay_out(each, pad, top=top, has_anchor=has_anchor) for each in own]
+    return [_lay_out(each, pad, sources, top=top, has_anchor=has_anchor) for each in own]
 
 
 def _top_width(sequence: TrainSequence) -> int | None:
@@ -97,7 +100,12 @@ def _top_width(sequence: TrainSequence) -> int | None:
 
 
 def _lay_out(
-    units: Bin, pad_token_id: int | None, *, top: int | None, has_anchor: bool
+    units: Bin,
+    pad_token_id: int | None,
+    sources: Mapping[tuple[str, int], int],
+    *,
+    top: int | None,
+    has_anchor: bool,
 ) -> MicroBatch:
     """Lay units out, padded where there is a token for it; `top` tokens recorded everywhere."""
     sequences = [sequence for unit in units for sequence in unit.sequences]
@@ -133,7 +141,24 @@ def _lay_out(
         anchor_top_logp=_anchors(completions, "top_logp", top) if has_anchor and top else None,
         policies=tuple(completion.provenance.policy for completion in completions),
         version=torch.cat([none.long(), *(each.version_of_token for each in completions)]),
+        source=torch.cat([none.long(), *(_source(each, sources) for each in completions)]),
     )
+
+
+def _pairs(sequences: Sequence[TrainSequence]) -> list[tuple[str, int]]:
+    """Return who drew tokens of the sequences, each policy and version once, in order."""
+    completions = [sequence.completion for sequence in sequences]
+    return sorted({(c.provenance.policy, v) for c in completions for v in c.all_versions})
+
+
+def _source(completion: Completion, sources: Mapping[tuple[str, int], int]) -> Tensor:
+    """Return the number of each token's policy and version [num_drawn]."""
+    policy = completion.provenance.policy
+    if completion.versions is None:
+        number = sources[policy, completion.provenance.version]
+        return torch.full((completion.num_drawn,), number)
+    versions = completion.version_of_token
+    return torch.tensor([sources[policy, version] for version in versions.tolist()])
 
 
 def _begins(lengths: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from trustbatch.policy import Policy
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.types import Prompt, Provenance, SamplingParams, TrainSequence
+from trustbatch.types import Completion, Prompt, Provenance, SamplingParams, TrainSequence
 
 SAMPLES_PER_PROMPT = 4
 LONGEST = 64
@@ -35,6 +35,27 @@ class Draws:
     def num_tokens(self) -> int:
         """T."""
         return len(self.recorded)
+
+    def of_anchor(self) -> "Draws":
+        """Return the same tokens with the anchor's log-probs, as training would take them."""
+        sequences = [
+            replace(sequence, completion=_of_anchor(sequence.completion))
+            for sequence in self.sequences
+        ]
+        recorded = [sequence.completion.behaviour_logp.double() for sequence in sequences]
+        return Draws(sequences, torch.cat(recorded), self.provenance)
+
+
+def _of_anchor(completion: Completion) -> Completion:
+    """Put the anchor's log-probs in the place of those drawn from, unless there are none."""
+    logp, top_logp = completion.anchor_logp, completion.anchor_top_logp
+    return replace(
+        completion,
+        behaviour_logp=completion.behaviour_logp if logp is None else logp,
+        behaviour_top_logp=completion.behaviour_top_logp if top_logp is None else top_logp,
+        anchor_logp=None,
+        anchor_top_logp=None,
+    )
 
 
 def draw_tokens(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trustbatch.config import Config
+from trustbatch.doctor.anchor import AnchorResult, examine_anchor
 from trustbatch.doctor.arithmetic import PLAIN, ArithmeticResult, examine_arithmetic
 from trustbatch.doctor.draws import Draws, draw_tokens
 from trustbatch.doctor.laws import Law
@@ -34,6 +35,8 @@ class Examination:
     num_tokens: int
     arithmetic: ArithmeticResult
     sampling: SamplingResult
+    anchor: AnchorResult | None
+    """where the objective pulls to another distribution than the recorded one"""
     probe: ProbeResult
 
 
@@ -61,7 +64,8 @@ def examine(
         return draw_tokens(engine, policy, task.prompt, how, num_tokens=wanted, label=label)
 
     plain = draw("plain", wanted=num_tokens)
-    draws = plain if configured == PLAIN else draw("configured", sampling, wanted=num_tokens)
+    is_plain = configured == PLAIN and not sampling.records_anchor
+    draws = plain if is_plain else draw("configured", sampling, wanted=num_tokens)
     arithmetic = examine_arithmetic(policy, plain, layout, say=say)
     result = examine_sampling(
         policy,
@@ -74,6 +78,17 @@ def examine(
         weights_agree=arithmetic.is_explained,
         say=say,
     )
+    anchor = None
+    if sampling.records_anchor:
+        anchor = examine_anchor(
+            policy,
+            draws,
+            layout,
+            expected=Law(config.policy_temperature),
+            configured=configured,
+            engine_precision=arithmetic.explained_by,
+            say=say,
+        )
     probe = probe_updates(
         engine, policy, draw, lambda drawn: recompute(policy, drawn, [PLAIN], layout)[PLAIN].logp
     )
@@ -87,5 +102,6 @@ def examine(
         num_tokens=draws.num_tokens,
         arithmetic=arithmetic,
         sampling=result,
+        anchor=anchor,
         probe=probe,
     )

@@ -36,6 +36,10 @@ class LogitRows:
     """[R]"""
     sequence: Tensor
     """[R] number of the sequence that each token belongs to"""
+    top_token_ids: Tensor | None
+    """[R, K]"""
+    recorded_top: Tensor | None
+    """[R, K]"""
 
 
 @torch.no_grad()
@@ -50,6 +54,7 @@ def logit_rows(policy: Policy, draws: Draws, layout: Layout) -> Iterator[LogitRo
     ):
         batch = batch.to(policy.device)
         logits = response_logits(policy, batch)  # [T, V]
+        top_ids, top_logp = batch.top_token_ids, batch.behaviour_top_logp
         size = max(CHUNK_ELEMENTS // logits.shape[-1], 1)
         for start in range(0, len(logits), size):
             rows = slice(start, start + size)
@@ -58,6 +63,8 @@ def logit_rows(policy: Policy, draws: Draws, layout: Layout) -> Iterator[LogitRo
                 batch.target[rows],
                 batch.behaviour_logp[rows],
                 batch.advantage[rows],
+                None if top_ids is None else top_ids[rows],
+                None if top_logp is None else top_logp[rows],
             )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from trustbatch.cautions import cautions
 from trustbatch.config import Config
 from trustbatch.doctor.arithmetic import NOISE_FACTOR, PLAIN
 from trustbatch.doctor.examine import Examination
@@ -73,7 +74,8 @@ def judge(examination: Examination, config: Config) -> Verdict:
         _logprob_mode,
         _micro_batch,
     ]
-    findings = [check(examination) for check in checks] + _second_policies(config)
+    findings = [check(examination) for check in checks]
+    findings += _anchor(examination) + _second_policies(config)
     statuses = {finding.status for finding in findings}
     total = examination.sampling.total
     numbers = (
@@ -275,10 +277,7 @@ def _logprob_mode(e: Examination) -> Finding:
     measured = f"recorded numbers fit {recorded} (mean residual {residual:.1g}); tokens fit {drawn}"
     if not sampling.is_tested:
         return Finding("log-prob mode", measured, Status.UNKNOWN)
-    noise = e.arithmetic.uncertainty
-    if e.arithmetic.explained_by:
-        noise = max(noise, e.arithmetic.effects[e.arithmetic.explained_by].mean_abs)
-    if residual > NOISE_FACTOR * noise / min(recorded.temperature, 1.0):
+    if residual > _noise(e, recorded):
         return Finding(
             "log-prob mode",
             measured,
@@ -309,6 +308,51 @@ def _logprob_mode(e: Examination) -> Finding:
             '"processed_logprobs").'
         ),
     )
+
+
+def _noise(e: Examination, law: Law) -> float:
+    """Mean distance from a law's log-probs up to which recorded numbers may be its own."""
+    noise = e.arithmetic.uncertainty
+    if e.arithmetic.explained_by:
+        noise = max(noise, e.arithmetic.effects[e.arithmetic.explained_by].mean_abs)
+    return NOISE_FACTOR * noise / min(law.temperature, 1.0)
+
+
+def _anchor(e: Examination) -> list[Finding]:
+    """Whether the objective pulls to the policy, where the engine records that beside the draws."""
+    if e.anchor is None:
+        return []
+    expected, recorded = e.anchor.expected, e.anchor.recorded
+    residual, top_residual = e.anchor.residuals[recorded], e.anchor.top_residual
+    measured = (
+        f"recorded numbers fit {recorded} (mean residual {residual:.1g}, of the most likely tokens "
+        f"{top_residual:.1g}); the policy is trained at {expected}"
+    )
+    if not e.sampling.is_tested:
+        return [Finding("anchor", measured, Status.UNKNOWN)]
+    fits = max(residual, top_residual) <= _noise(e, recorded)
+    if fits and recorded == expected:
+        return [Finding("anchor", measured, Status.GOOD)]
+    what = (
+        f"The log-probs recorded for the anchor are those of {recorded}"
+        if fits
+        else f"The log-probs recorded for the anchor fit nothing that was tried (mean residual "
+        f"{residual:.2g}, of the most likely tokens {top_residual:.2g})"
+    )
+    return [
+        Finding(
+            "anchor",
+            measured,
+            Status.FAULT,
+            "anchor",
+            e.anchor.mismatch,
+            f"{what}, and not those of the policy at {expected}: the objective's KL is not 0 where "
+            "nothing was learned, and pulls the policy there with every step (1-ESS = "
+            f"{e.anchor.mismatch.one_minus_ess:.2g} between the two). Have the engine record "
+            f"softmax(logits / {expected.temperature:g}) before it tempers and cuts, or set "
+            'objective.anchor = "sampler" to pull to what was drawn from.',
+        )
+    ]
 
 
 def _micro_batch(e: Examination) -> Finding:
@@ -364,8 +408,9 @@ def _second_policies(config: Config) -> list[Finding]:
 
 
 def _notes(config: Config) -> list[str]:
-    """What makes rollouts off-policy later, and can't be seen before anything is trained."""
-    notes = []
+    """What can't be seen before anything is trained: what the objective makes of the rollouts, and
+    what makes them off-policy later."""
+    notes = cautions(config)
     if config.rollout.lag:
         notes.append(
             f"rollout.lag = {config.rollout.lag}: batches will be up to that many versions old, "

@@ -20,6 +20,7 @@ from trustbatch.objectives.grpo_is import GRPOIS
 from trustbatch.objectives.gspo import GSPO
 from trustbatch.objectives.m2po import M2PO
 from trustbatch.objectives.p3o import P3O
+from trustbatch.objectives.pact import PACT
 from trustbatch.objectives.reinforce import Reinforce
 from trustbatch.objectives.token_batch import TokenBatch
 from trustbatch.objectives.two_anchor import TwoAnchor
@@ -40,6 +41,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "vcpo": VCPO,
     "p3o": P3O,
     "two_anchor": TwoAnchor,
+    "pact": PACT,
 }
 
 

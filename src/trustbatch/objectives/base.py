@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -55,13 +55,12 @@ class Totals:
         )
 
     def __add__(self, other: "Totals") -> "Totals":
-        assert self.moments.keys() == other.moments.keys(), "totals of different objectives"
         assert self.sums.keys() == other.sums.keys(), "totals of different objectives"
         assert self.pools.keys() == other.pools.keys(), "totals of different objectives"
         return Totals(
             num_tokens=self.num_tokens + other.num_tokens,
             num_sequences=self.num_sequences + other.num_sequences,
-            moments={name: self.moments[name] + other.moments[name] for name in self.moments},
+            moments=_added(self.moments, other.moments),
             sums={name: self.sums[name] + other.sums[name] for name in self.sums},
             pools={name: torch.cat([self.pools[name], other.pools[name]]) for name in self.pools},
         )
@@ -94,6 +93,8 @@ class Objective(ABC):
 
     needs_proximal: ClassVar[bool] = False
     """whether TokenBatch.proximal_logp must be given"""
+    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = None
+    """of what it silences where r is already far from 1 on the side that A asks for, if at all"""
 
     def __post_init__(self) -> None:
         require_number("entropy_coef", self.entropy_coef)
@@ -200,6 +201,14 @@ class Objective(ABC):
             if tokens.entropy is not None:
                 metrics["entropy"] = Mean.of(tokens.entropy)
             return metrics
+
+
+def _added(one: dict[str, RatioMoments], other: dict[str, RatioMoments]) -> dict[str, RatioMoments]:
+    """Add by name; a part of a step may lack the NAME/SOURCE of a source that another part has."""
+    kinds = [{name.split("/")[0] for name in moments} for moments in (one, other)]
+    assert kinds[0] == kinds[1], "totals of different objectives"
+    both = {name: one[name] + other[name] for name in one.keys() & other.keys()}
+    return one | other | both
 
 
 def require(value: Tensor | None, name: str, needed_by: str) -> Tensor:

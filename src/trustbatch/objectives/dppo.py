@@ -1,6 +1,7 @@
 """DPPO: drop tokens whose probability has moved too far, not tokens whose ratio has."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class DPPO(Objective):
     threshold: float = 0.15
     weight_cap: float = 20.0
 
+    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = "mask"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("divergence", self.divergence, DIVERGENCES)
@@ -48,8 +51,6 @@ class DPPO(Objective):
         }
 
     def _divergence(self, logp: Tensor, behaviour_logp: Tensor) -> Tensor:
-        # a log-probability above 0 is broken input: taken as certainty, so that nothing overflows
-        logp, behaviour_logp = logp.clamp(max=0.0), behaviour_logp.clamp(max=0.0)
         p_b = behaviour_logp.exp()
         if self.divergence == "tv":
             return (logp.exp() - p_b).abs()

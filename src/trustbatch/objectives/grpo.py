@@ -1,6 +1,7 @@
 """GRPO: PPO's clipped surrogate on group-relative advantages."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class GRPO(Objective):
 
     clip_low: float = 0.2
     clip_high: float = 0.2
+
+    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

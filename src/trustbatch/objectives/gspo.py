@@ -1,6 +1,7 @@
 """GSPO: the clipped surrogate with one ratio a sequence."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class GSPO(Objective):
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
+
+    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = "sequence"
 
     def __post_init__(self) -> None:
         super().__post_init__()

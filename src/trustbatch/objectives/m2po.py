@@ -1,6 +1,7 @@
 """M2PO: drop the tokens furthest from the data until the rest is near it on average."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class M2PO(Objective):
     """
 
     threshold: float = 0.04
+
+    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = "mask"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -67,18 +67,13 @@ class P3O(Objective):
         """Return the capped score-function loss and the ESS-weighted KL to the anchor."""
         moments = self.scoped_moments(tokens, totals)
         ess = effective_sample_size(moments["behaviour"])
-        kl = self.kl_to(tokens, *self.anchor_of(tokens))
+        kl = kl_to(self.kl, tokens, *self.anchor_of(tokens))
         return self.capped_loss(tokens, totals, ess, kl)
 
     def anchor_of(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-        """Return the anchor's log-probs [T] and [T, K]; the sampler's where they are the same."""
-        if self.anchor == "sampler" or tokens.anchor_logp is None:
-            name, logp, top_logp = "behaviour", tokens.behaviour_logp, tokens.behaviour_top_logp
-        else:
-            name, logp, top_logp = "anchor", tokens.anchor_logp, tokens.anchor_top_logp
-        if self.needs_top_logp:
-            top_logp = require(top_logp, f"{name}_top_logp", 'kl="top_k"')
-        return logp, top_logp
+        """Return the log-probs [T] and [T, K] of what `anchor` names."""
+        anchor = model_anchor if self.anchor == "model" else sampler_anchor
+        return anchor(self.kl, tokens)
 
     def scoped_moments(self, tokens: TokenBatch, totals: Totals) -> dict[str, RatioMoments]:
         """Moments over the set of tokens that `ess_scope` names."""
@@ -100,19 +95,35 @@ class P3O(Objective):
             "weight/cap": Mean.of(ess.expand(ratio.shape)),
         }
 
-    def kl_to(
-        self, tokens: TokenBatch, anchor_logp: Tensor, anchor_top_logp: Tensor | None
-    ) -> Tensor:
-        """Measure KL(pi || anchor) at each token, [T], in the way that `kl` names."""
-        if self.kl == "none":
-            return torch.zeros_like(tokens.logp)
-        if self.kl == "top_k":
-            top_logp = require(tokens.top_logp, "top_logp", 'kl="top_k"')
-            assert anchor_top_logp is not None, "anchor_of has required it"
-            return kl_top_k(top_logp, anchor_top_logp)
-        x = tokens.logp - anchor_logp
-        if self.kl == "k3":
-            return kl_k3(x)
-        return kl_importance(
-            tokens.logp - tokens.behaviour_logp, x, anchor_logp - tokens.behaviour_logp
-        )
+
+def sampler_anchor(kl: str, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probs [T] and [T, K] of the distribution drawn from."""
+    return tokens.behaviour_logp, _top(kl, tokens.behaviour_top_logp, "behaviour_top_logp")
+
+
+def model_anchor(kl: str, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
+    """Return those of the model that drew; engines record them only where they differ."""
+    if tokens.anchor_logp is None:
+        return sampler_anchor(kl, tokens)
+    return tokens.anchor_logp, _top(kl, tokens.anchor_top_logp, "anchor_top_logp")
+
+
+def _top(kl: str, top_logp: Tensor | None, name: str) -> Tensor | None:
+    return require(top_logp, name, 'kl="top_k"') if kl == "top_k" else None
+
+
+def kl_to(
+    kl: str, tokens: TokenBatch, anchor_logp: Tensor, anchor_top_logp: Tensor | None
+) -> Tensor:
+    """Measure KL(pi || anchor) at each token, [T], in the way that `kl` names."""
+    if kl == "none":
+        return torch.zeros_like(tokens.logp)
+    if kl == "top_k":
+        assert anchor_top_logp is not None, "every anchor requires it"
+        return kl_top_k(require(tokens.top_logp, "top_logp", 'kl="top_k"'), anchor_top_logp)
+    x = tokens.logp - anchor_logp
+    if kl == "k3":
+        return kl_k3(x)
+    return kl_importance(
+        tokens.logp - tokens.behaviour_logp, x, anchor_logp - tokens.behaviour_logp
+    )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _WITH_GRADIENT = ("logp", "entropy", "top_logp")
+_INTEGERS = ("sequence", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class TokenBatch:
     and at the temperature of the policy being optimised; None: the same as `behaviour_logp`."""
     anchor_top_logp: Tensor | None = None
     """[T, K] likewise of the engine's K most likely tokens."""
+    source: Tensor | None = None
+    """[T] integer: tokens of one policy and version have the same, throughout the step."""
     proximal_top_logp: Tensor | None = None
     """[T, K] the proximal policy's log-probabilities of those tokens."""
 
@@ -63,8 +66,8 @@ class TokenBatch:
                     f"TokenBatch.{field.name} must have shape {expected}, not {list(value.shape)}."
                 )
             is_integer = value.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
-            if not (is_integer if field.name == "sequence" else value.is_floating_point()):
-                wanted = "integers" if field.name == "sequence" else "floating-point numbers"
+            if not (is_integer if field.name in _INTEGERS else value.is_floating_point()):
+                wanted = "integers" if field.name in _INTEGERS else "floating-point numbers"
                 raise ValueError(f"TokenBatch.{field.name} must hold {wanted}, not {value.dtype}.")
         if len(top_shapes) > 1:
             raise ValueError(f"The top_logp fields must agree in K, not {sorted(top_shapes)}.")

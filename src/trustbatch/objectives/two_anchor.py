@@ -9,7 +9,7 @@ from torch import Tensor
 from trustbatch.objectives.base import Totals, require
 from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
 from trustbatch.objectives.metrics import Mean, Metrics
-from trustbatch.objectives.p3o import P3O
+from trustbatch.objectives.p3o import P3O, kl_to
 from trustbatch.objectives.token_batch import TokenBatch
 
 
@@ -47,9 +47,8 @@ class TwoAnchor(P3O):
             proximal_top = require(tokens.proximal_top_logp, "proximal_top_logp", 'kl="top_k"')
             mixture_top = log_mixture(share.to(dtype), drawn_by_top, proximal_top.detach())
         ess = torch.minimum(ess_behaviour, ess_proximal)
-        loss, metrics = self.capped_loss(
-            tokens, totals, ess, self.kl_to(tokens, mixture, mixture_top)
-        )
+        kl = kl_to(self.kl, tokens, mixture, mixture_top)
+        loss, metrics = self.capped_loss(tokens, totals, ess, kl)
         metrics["anchor/behaviour_share"] = Mean.of(share.expand(tokens.logp.shape))
         metrics["anchor/ess_behaviour"] = Mean.of(ess_behaviour.expand(tokens.logp.shape))
         metrics["anchor/ess_proximal"] = Mean.of(ess_proximal.expand(tokens.logp.shape))

@@ -1,5 +1,6 @@
 """What `--dry-run` shows: the work of one step, its memory, and what to change if that is short."""
 
+from trustbatch.cautions import cautions
 from trustbatch.config import Config, SecondPolicyConfig
 from trustbatch.plan.advice import advise
 from trustbatch.plan.demand import amounts, seen_by_ray
@@ -34,6 +35,7 @@ def describe_plan(
         *_memory(estimator),
         *[_second_policy(config, second) for second in rollout.policies],
         f"results     {config.run.path}{_continues(config)}",
+        *(f"caution     {sentence}" for sentence in cautions(config)),
     ]
     return "\n".join(lines)
 

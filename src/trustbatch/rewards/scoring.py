@@ -1,7 +1,8 @@
 """Scoring: from completions to a grade each.
 
 A grader that fails is a fault of the grader, not of the answer: the completion gets a status and
-a reason, and never reward 0. `reward.ungraded` says what becomes of it.
+a reason, and never reward 0. `reward.ungraded` says what becomes of it, and `reward.truncated` what
+becomes of a completion that was cut: its end is missing, which is no fault of any grader.
 """
 
 import logging
@@ -25,12 +26,14 @@ from trustbatch.rewards.terms import (
 )
 from trustbatch.rewards.worker import Outcome, describe, graded
 from trustbatch.tasks.base import Task
-from trustbatch.types import Grade, GradeStatus, RolloutGroup
+from trustbatch.types import FinishReason, Grade, GradeStatus, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 MAX_UNGRADED_BATCHES = 3
 """so many batches in a row without a single grade end the run"""
+
+_LEFT_OUT = Grade.failed(GradeStatus.TRUNCATED, 'it was cut, and reward.truncated is "leave_out"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,19 @@ class Scorer:
         return graded_groups
 
     def grade(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Grade every completion, and leave it to `report` to say what could not be graded."""
-        rest = iter(self._grades(_samples(groups)))
+        """Grade every completion, and leave it to `report` to say what could not be graded.
+
+        Where `reward.truncated` leaves out what was cut, no term sees it: a function of the whole
+        batch compares the others alone.
+        """
+        samples = [sample for sample in _samples(groups) if not self._is_left_out(sample)]
+        rest = iter(self._grades(samples))
+        grades = iter(
+            _LEFT_OUT if self._is_left_out(sample) else next(rest) for sample in _samples(groups)
+        )
         return [
-            replace(group, grades=tuple(next(rest) for _ in group.completions)) for group in groups
+            replace(group, grades=tuple(next(grades) for _ in group.completions))
+            for group in groups
         ]
 
     def prepare(self) -> None:
@@ -89,6 +101,9 @@ class Scorer:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+
+    def _is_left_out(self, sample: Sample) -> bool:
+        return sample.is_cut and self.reward.truncated == "leave_out"
 
     def _grades(self, samples: Sequence[Sample]) -> list[Grade]:
         """Ask all terms, and add up what they say of each sample."""
@@ -188,33 +203,47 @@ class Scorer:
 
     def _report(self, samples: Sequence[Sample], grades: Sequence[Grade]) -> None:
         """Say what was not graded, and stop where that is asked for or nothing is graded."""
-        failed = [
+        ungraded = [
             (sample, grade)
             for sample, grade in zip(samples, grades, strict=True)
             if grade.status is not GradeStatus.GRADED
         ]
-        if not failed:
-            self._ungraded_batches = 0
+        failed = [pair for pair in ungraded if pair[1].status is not GradeStatus.TRUNCATED]
+        if failed:
+            self._report_failed(failed, len(samples))
+        is_all = bool(ungraded) and len(ungraded) == len(samples)
+        self._ungraded_batches = self._ungraded_batches + 1 if is_all else 0
+        if self._ungraded_batches < MAX_UNGRADED_BATCHES:
             return
-        sample, grade = failed[0]
-        first = f"prompt {sample.prompt.id!r}: {grade.reason}"
+        if not failed:
+            raise RewardError(
+                f"No completion of the last {self._ungraded_batches} batches could be graded, and "
+                'in the last one all were cut, which reward.truncated = "leave_out" leaves out: '
+                'raise rollout.max_tokens, or set reward.truncated = "grade".'
+            )
+        raise RewardError(
+            f"No completion of the last {self._ungraded_batches} batches could be graded, the "
+            f"last of {_first(failed)}; fix the grader, and the same command continues the run."
+        )
+
+    def _report_failed(self, failed: Sequence[tuple[Sample, Grade]], num_samples: int) -> None:
         if self.reward.ungraded == "stop":
             raise RewardError(
-                f"The grader of task {self.task.name} failed on {first}; fix it, and the same "
-                "command continues the run."
+                f"The grader of task {self.task.name} failed on {_first(failed)}; fix it, and the "
+                "same command continues the run."
             )
         logger.warning(
             "%d of %d completions could not be graded; the first is of %s",
             len(failed),
-            len(samples),
-            first,
+            num_samples,
+            _first(failed),
         )
-        self._ungraded_batches = self._ungraded_batches + 1 if len(failed) == len(samples) else 0
-        if self._ungraded_batches >= MAX_UNGRADED_BATCHES:
-            raise RewardError(
-                f"No completion of the last {self._ungraded_batches} batches could be graded, the "
-                f"last of {first}; fix the grader, and the same command continues the run."
-            )
+
+
+def _first(failed: Sequence[tuple[Sample, Grade]]) -> str:
+    """Name the prompt of the first completion that a grader failed on, and the reason."""
+    sample, grade = failed[0]
+    return f"prompt {sample.prompt.id!r}: {grade.reason}"
 
 
 def _samples(groups: Sequence[RolloutGroup]) -> list[Sample]:
@@ -224,6 +253,7 @@ def _samples(groups: Sequence[RolloutGroup]) -> list[Sample]:
             completion=completion.text,
             num_tokens=len(completion.token_ids),
             turns=completion.turns,
+            is_cut=completion.finish_reason is FinishReason.LENGTH,
         )
         for group in groups
         for completion in group.completions

@@ -17,6 +17,8 @@ class Sample:
     num_tokens: int
     turns: tuple[Turn, ...] = ()
     """of an episode, where an environment answered"""
+    is_cut: bool = False
+    """whether it ended for want of room; an episode out of turns did not"""
 
 
 class Term:

@@ -1,12 +1,14 @@
 """The canary: after a weight update, does the engine still sample from the trainer's policy?
 
 The engine draws a few short completions of fixed prompts at temperature 1; the trainer recomputes
-their log-probs with its own forward pass. Random numbers depend on the prompt's id, and the
-canary's ids are its own, so the draws of the run stay what they are.
+their log-probs with its own forward pass. Where the run records an anchor beside what it draws
+from, the engine draws as many again in the run's own way, and their anchor is recomputed. Random
+numbers depend on the prompt's id, and the canary's ids are its own, so the draws of the run stay
+what they are.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,8 +65,10 @@ class Canary:
         *,
         max_tokens: int = MAX_TOKENS,
         logprob_mode: str = "processed",
+        anchored: SamplingParams | None = None,
         every: int = 1,
     ) -> None:
+        """`anchored` is how the run draws, where it records an anchor."""
         self.engine = engine
         self.policy = policy
         self.every = every
@@ -82,6 +86,7 @@ class Canary:
             )
             for number, prompt in enumerate(prompts)
         ]
+        self.anchored = anchored_requests(self.requests, anchored)
 
     def at_start(self, version: int) -> None:
         """Check before anything is drawn, unless the canary is switched off."""
@@ -94,19 +99,29 @@ class Canary:
 
     def check(self, version: int) -> dict[str, float]:
         """Return how far engine and trainer are apart; stop the run where it is too far."""
-        completions = self.engine.generate(self.requests)
-        return judge(
-            self._difference(completions),
-            completions[0].provenance,
-            precision=self.policy.precision,
-            version=version,
-        )
+        completions = self.engine.generate([*self.requests, *self.anchored])
+        num_plain = len(self.requests) * NUM_SAMPLES
+        parts = [(self.requests, completions[:num_plain])]
+        if self.anchored:
+            parts.append((self.anchored, completions[num_plain:]))
+        metrics: dict[str, float] = {}
+        for requests, drawn in parts:
+            metrics |= judge(
+                self._difference(requests, drawn),
+                drawn[0].provenance,
+                precision=self.policy.precision,
+                version=version,
+                of_anchor=requests is self.anchored,
+            )
+        return metrics
 
-    def _difference(self, completions: Sequence[Completion]) -> Tensor:
-        """Return trainer minus engine for every token, [T]."""
+    def _difference(
+        self, requests: Sequence[GenerationRequest], completions: Sequence[Completion]
+    ) -> Tensor:
+        """Return trainer minus engine for every token, [T], of the anchor where there is one."""
         sequences = [
             TrainSequence(
-                prompt_token_ids=self.requests[number // NUM_SAMPLES].token_ids,
+                prompt_token_ids=requests[number // NUM_SAMPLES].token_ids,
                 completion=completion,
                 advantage=0.0,
             )
@@ -120,18 +135,42 @@ class Canary:
             packs=self.policy.packs,
         )
         batch = batch.to(self.policy.device)
+        temperature = requests[0].sampling.anchor_temperature or 1.0
         with torch.no_grad():
-            logp = token_logprobs(self.policy, batch, temperature=1.0).logp
-        return logp - batch.behaviour_logp
+            logp = token_logprobs(self.policy, batch, temperature=temperature).logp
+        # an engine that records no anchor has, to training, drawn from it
+        recorded = batch.behaviour_logp if batch.anchor_logp is None else batch.anchor_logp
+        return (logp - recorded) * min(temperature, 1.0)  # which magnifies rounding
+
+
+def anchored_requests(
+    plain: Sequence[GenerationRequest], anchored: SamplingParams | None
+) -> list[GenerationRequest]:
+    """Return requests after the same contexts for what is recorded beside the run's own draws."""
+    if anchored is None:
+        return []
+    return [
+        replace(
+            request,
+            prompt_id=f"{request.prompt_id}-anchor",
+            sampling=replace(anchored, max_tokens=request.sampling.max_tokens, top_logprobs=0),
+        )
+        for request in plain
+    ]
 
 
 def judge(
-    difference: Tensor, drawn_by: Provenance, *, precision: str, version: int
+    difference: Tensor,
+    drawn_by: Provenance,
+    *,
+    precision: str,
+    version: int,
+    of_anchor: bool = False,
 ) -> dict[str, float]:
     """Return how far engine and trainer are apart, from trainer minus engine for every token [T].
 
     Where that is more than rounding explains, the run is stopped. `precision` and `version` are the
-    trainer's.
+    trainer's; `of_anchor` says that the log-probs are those of the anchor.
     """
     difference = difference.abs()
     mean, largest = float(difference.mean()), float(difference.max())
@@ -140,13 +179,14 @@ def judge(
     if drawn_by.version != version or not within:
         raise CanaryError(
             f"The engine ({drawn_by.engine}, {drawn_by.precision}, version {drawn_by.version}) "
-            f"does not sample from the trainer's policy ({precision}, version "
-            f"{version}): their log-probs of the same {len(difference)} tokens differ by "
-            f"{mean:.2g} on average and {largest:.2g} at most, where rounding explains "
-            f"{tolerance.mean:g} and {tolerance.largest:g}; `trustbatch doctor` with the same "
-            "configuration looks for the cause."
+            f"{'has another anchor than' if of_anchor else 'does not sample from'} the trainer's "
+            f"policy ({precision}, version {version}): their log-probs of the same "
+            f"{len(difference)} tokens differ by {mean:.2g} on average and {largest:.2g} at most, "
+            f"where rounding explains {tolerance.mean:g} and {tolerance.largest:g}; `trustbatch "
+            "doctor` with the same configuration looks for the cause."
         )
-    return {"canary/mean_abs_logratio": mean, "canary/max_abs_logratio": largest}
+    prefix = "canary/anchor_" if of_anchor else "canary/"
+    return {f"{prefix}mean_abs_logratio": mean, f"{prefix}max_abs_logratio": largest}
 
 
 def _tolerance(*precisions: str) -> Tolerance:

@@ -2,7 +2,8 @@
 
 When it publishes a version, the trainer notes its log-probs of every token that may follow a few
 fixed contexts. An engine that has loaded the version, whenever that is, draws one token after each
-of them: the log-prob that it had must be the one that was noted.
+of them: the log-prob that it had must be the one that was noted. Where the run records an anchor,
+so must the anchor's log-prob of a token drawn in the run's own way.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from trustbatch.batching.micro_batches import micro_batches
 from trustbatch.policy import Policy
-from trustbatch.rollout.canary import judge
+from trustbatch.rollout.canary import anchored_requests, judge
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.training.logprobs import response_logits
 from trustbatch.types import (
@@ -37,27 +38,54 @@ class CanaryReference:
     version: int
     precision: str
     requests: list[GenerationRequest]
+    anchored: list[GenerationRequest]
+    """after the same contexts; none where no anchor is recorded"""
     logp: Tensor
     """[contexts, V] float32 in host memory"""
 
     def check(self, engine: RolloutEngine) -> dict[str, float]:
         """Return how far an engine of this version is off; raises CanaryError if it is too far."""
-        completions = engine.generate(self.requests)
+        completions = engine.generate([*self.requests, *self.anchored])
+        num_plain = len(self.requests) * NUM_SAMPLES
+        metrics = self._judge(self.requests, completions[:num_plain])
+        if self.anchored:
+            metrics |= self._judge(self.anchored, completions[num_plain:])
+        return metrics
+
+    def _judge(
+        self, requests: Sequence[GenerationRequest], completions: Sequence[Completion]
+    ) -> dict[str, float]:
+        """Compare with what was noted, at the anchor's temperature where there is one."""
+        temperature = requests[0].sampling.anchor_temperature or 1.0
         drawn = torch.tensor([int(c.token_ids[0]) for c in completions])
-        engine_logp = torch.stack([c.behaviour_logp[0] for c in completions]).cpu()
-        contexts = torch.arange(len(self.requests)).repeat_interleave(NUM_SAMPLES)
+        contexts = torch.arange(len(requests)).repeat_interleave(NUM_SAMPLES)
+        logp = (self.logp / temperature).log_softmax(-1)[contexts, drawn]
+        # an engine that records no anchor has, to training, drawn from it
+        recorded = [
+            c.behaviour_logp if c.anchor_logp is None else c.anchor_logp for c in completions
+        ]
+        engine_logp = torch.stack([each[0] for each in recorded]).cpu()
         return judge(
-            self.logp[contexts, drawn] - engine_logp,
+            (logp - engine_logp) * min(temperature, 1.0),
             completions[0].provenance,
             precision=self.precision,
             version=self.version,
+            of_anchor=requests is self.anchored,
         )
 
 
 class CanaryNotes:
     """Notes references of a policy, always after the same contexts."""
 
-    def __init__(self, policy: Policy, prompts: Sequence[Prompt], *, logprob_mode: str) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: Sequence[Prompt],
+        *,
+        logprob_mode: str,
+        anchored: SamplingParams | None = None,
+    ) -> None:
+        """`anchored` is how the run draws, where it records an anchor."""
         self.policy = policy
         sampling = SamplingParams(
             max_tokens=1, stop_token_ids=policy.stop_token_ids, logprob_mode=logprob_mode
@@ -71,6 +99,7 @@ class CanaryNotes:
             )
             for number, context in enumerate(_contexts(policy, prompts))
         ]
+        self.anchored = anchored_requests(self.requests, anchored)
 
     def note(self, version: int) -> CanaryReference:
         """Return what the policy says at present; collective."""
@@ -90,7 +119,11 @@ class CanaryNotes:
         logp = torch.empty(logits.shape)
         logp[batch.advantage.long()] = logits.float().log_softmax(-1).cpu()
         return CanaryReference(
-            version=version, precision=policy.precision, requests=self.requests, logp=logp
+            version=version,
+            precision=policy.precision,
+            requests=self.requests,
+            anchored=self.anchored,
+            logp=logp,
         )
 
 

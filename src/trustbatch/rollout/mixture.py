@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from torch import Tensor
 
+from trustbatch.config import SecondPolicyConfig
 from trustbatch.errors import ConfigError
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Completion, GenerationRequest, SamplingParams
@@ -29,9 +30,7 @@ class SecondPolicy:
 
     def sampling(self, requested: SamplingParams) -> SamplingParams:
         """Return how this policy draws where another is asked to draw as `requested`."""
-        own = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        told = {key: value for key, value in own.items() if value is not None}
-        return dataclasses.replace(requested, **told)
+        return told_sampling(self, requested)
 
     def refuse_too_long(self, request: GenerationRequest) -> None:
         """Refuse a prompt that leaves this model no room for the answer."""
@@ -42,6 +41,15 @@ class SecondPolicy:
                 f"{self.context_length} of the second policy {self.name!r}: lower max_tokens or "
                 "leave out long prompts."
             )
+
+
+def told_sampling(
+    second: SecondPolicy | SecondPolicyConfig, requested: SamplingParams
+) -> SamplingParams:
+    """Return `requested` with what a second policy was told to do otherwise."""
+    own = {"temperature": second.temperature, "top_p": second.top_p, "top_k": second.top_k}
+    told = {key: value for key, value in own.items() if value is not None}
+    return dataclasses.replace(requested, **told)
 
 
 class MixedEngine:

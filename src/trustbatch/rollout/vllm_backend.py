@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 
 from trustbatch.rollout.lifeline import end_with
 from trustbatch.rollout.parcels import Chunk, open_parcels
+from trustbatch.rollout.vllm_anchors import AnchoredSampler
 from trustbatch.rollout.vllm_requests import SERVER_PID
 
 BACKEND = "trustbatch"
@@ -91,7 +92,11 @@ class ParcelTransferEngine(WeightTransferEngine[ParcelInitInfo, ParcelUpdateInfo
 
 
 class WorkerExtension:
-    """Named in vLLM's configuration so that every worker process imports this module."""
+    """Mixed into vLLM's workers; naming it makes every worker process import this module."""
+
+    def record_anchor(self: Any, temperature: float) -> bool:
+        """Report the anchor's log-probs too; False where this vLLM samples in another way."""
+        return AnchoredSampler.replace(self.model_runner.sampler, temperature)
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, ParcelTransferEngine)

@@ -51,10 +51,16 @@ class VllmEngine:
         max_sequences: int = 512,
         top_logprobs: int = 0,
         logprob_mode: str = "processed",
+        anchor_temperature: float | None = None,
         trust_remote_code: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """`device` is where vLLM computes, if the policy that it copies lies elsewhere."""
+        """Start vLLM, with the weights of the policy.
+
+        With an `anchor_temperature` it can record the policy's log-probs at that temperature beside
+        those of what it draws from. `device` is where vLLM computes, if the policy that it copies
+        lies elsewhere.
+        """
         require_vllm()
         self.policy = policy
         self.on_gpu = (device or policy.device).type == "cuda"
@@ -64,6 +70,7 @@ class VllmEngine:
         # FP8 is made from the bfloat16 values that the trainer's products use
         self.dtype_name = "bfloat16" if self.precision == "fp8" else self.precision
         self.logprob_mode = logprob_mode
+        self.anchor_temperature = anchor_temperature
         self.trust_remote_code = trust_remote_code
         self.max_model_len = min(
             config.max_model_len or policy.context_length, policy.context_length
@@ -147,7 +154,8 @@ class VllmEngine:
             dtype_name=self.dtype_name,
             quantisation="fp8" if self.precision == "fp8" else None,
             logprob_mode=self.logprob_mode,
-            max_logprobs=self._num_top(top_logprobs),
+            top_logprobs=self._num_top(top_logprobs),
+            anchor_temperature=self.anchor_temperature,
             max_model_len=self.max_model_len,
             max_sequences=max_sequences,
             tensor_parallel=config.tensor_parallel,
@@ -230,11 +238,12 @@ class VllmEngine:
                 + (", raise rollout.vllm.max_model_len," if self._can_be_raised else "")
                 + " or leave out long prompts."
             )
-        if request.sampling.records_anchor:
+        wanted = request.sampling.anchor_temperature if request.sampling.records_anchor else None
+        if wanted not in (None, self.anchor_temperature):
             raise EngineError(
-                "vLLM records one distribution a token, but the objective pulls to the model while "
-                "tokens are drawn at another temperature or with top-p or top-k: set "
-                'objective.anchor = "sampler", or rollout.engine = "native".'
+                f"The request wants the model's log-probs at T = {wanted:g} beside those drawn "
+                "from, for which vLLM was not started: start VllmEngine with anchor_temperature = "
+                f"{wanted:g}."
             )
         if request.sampling.logprob_mode != self.logprob_mode:
             raise EngineError(
@@ -266,6 +275,12 @@ class VllmEngine:
             top_logp = torch.full_like(top_logp, -torch.inf)
             top_logp[:, :1] = 0.0
         has_top = sampling.top_logprobs > 0
+        anchor_logp, anchor_top_logp = None, None
+        if sampling.records_anchor:
+            assert result.anchor_logp is not None
+            assert result.anchor_top_logp is not None
+            anchor_logp = torch.from_numpy(result.anchor_logp)
+            anchor_top_logp = torch.from_numpy(result.anchor_top_logp) if has_top else None
         return Completion(
             prompt_id=request.prompt_id,
             sample=sample,
@@ -273,6 +288,8 @@ class VllmEngine:
             behaviour_logp=logp,
             top_token_ids=torch.from_numpy(result.top_token_ids) if has_top else None,
             behaviour_top_logp=top_logp if has_top else None,
+            anchor_logp=anchor_logp,
+            anchor_top_logp=anchor_top_logp,
             finish_reason=result.finish_reason,
             provenance=self._provenance(sampling),
             text=text,

@@ -35,8 +35,9 @@ from vllm.v1.executor import multiproc_executor, uniproc_executor
 from trustbatch.errors import EngineError
 from trustbatch.rollout import vllm_backend
 from trustbatch.rollout.parcels import Chunk
+from trustbatch.rollout.vllm_anchors import num_columns
 from trustbatch.rollout.vllm_requests import HostSettings, SampleRequest, SampleResult
-from trustbatch.types import FinishReason, SamplingParams
+from trustbatch.types import FinishReason
 
 QUANTISATION = {"fp8": "fp8_per_channel"}
 """e4m3 weights with a scale for each output channel, activations with one for each token"""
@@ -54,6 +55,9 @@ class VllmHost:
         self._has_sleep_mode = settings.sleep and not current_platform.is_cpu()
         self._asleep: set[str] = set()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings.separate_core))
+        if settings.anchor_temperature is not None:
+            # whose sampler can be extended; the second model runner's has another in each version
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         _meet_in_a_file(settings.folder)
         options: dict[str, Any] = {}
         if settings.quantisation is not None:
@@ -73,7 +77,7 @@ class VllmHost:
                 worker_extension_cls=f"{vllm_backend.__name__}.WorkerExtension",
                 dtype=settings.dtype_name,
                 logprobs_mode=f"{settings.logprob_mode}_logprobs",
-                max_logprobs=settings.max_logprobs,
+                max_logprobs=self._num_columns(settings.top_logprobs) - 1,
                 max_model_len=settings.max_model_len,
                 max_num_seqs=settings.max_sequences,
                 tensor_parallel_size=settings.tensor_parallel,
@@ -86,6 +90,7 @@ class VllmHost:
                 trust_remote_code=settings.trust_remote_code,
                 **options,
             )
+        self._record_anchor()
 
     def describe(self) -> dict[str, Any]:
         """Return facts for logs and reports."""
@@ -106,7 +111,7 @@ class VllmHost:
             self._num_requests += 1
             places[name] = place
             prompt = tokens_input(list(request.token_ids))
-            engine.add_request(name, prompt, _vllm_sampling(request))
+            engine.add_request(name, prompt, self._vllm_sampling(request))
         results: dict[int, SampleResult] = {}
         try:
             while engine.has_unfinished_requests():
@@ -119,7 +124,7 @@ class VllmHost:
                 for output in engine.step():
                     if output.finished:
                         place = places.pop(output.request_id)
-                        results[place] = _result(output.outputs[0], requests[place].sampling)
+                        results[place] = self._result(output.outputs[0], requests[place])
         finally:
             if places:
                 engine.abort_request(list(places))
@@ -166,6 +171,65 @@ class VllmHost:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    def _record_anchor(self) -> None:
+        temperature = self._settings.anchor_temperature
+        if temperature is None:
+            return
+        if not all(self._llm.collective_rpc("record_anchor", args=(temperature,))):
+            self.close()
+            raise EngineError(
+                f"vLLM {vllm.__version__} samples in a way that leaves no room for the log-probs "
+                'of the model beside those drawn from: set objective.anchor = "sampler", or '
+                'rollout.engine = "native".'
+            )
+
+    def _num_columns(self, top_logprobs: int) -> int:
+        """Return how many log-probs vLLM reports at each position."""
+        anchored = self._settings.anchor_temperature is not None
+        return num_columns(top_logprobs) if anchored else 1 + top_logprobs
+
+    def _vllm_sampling(self, request: SampleRequest) -> VllmSampling:
+        sampling = request.sampling
+        return VllmSampling(
+            n=1,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            # the stop tokens are all named above
+            ignore_eos=True,
+            seed=request.seed,
+            logprobs=self._num_columns(sampling.top_logprobs) - 1,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _result(self, output: CompletionOutput, request: SampleRequest) -> SampleResult:
+        """Sort out the log-probs: at each position the drawn token's, then those of the top K."""
+        if output.finish_reason not in ("stop", "length"):
+            raise EngineError(
+                f"vLLM ended a completion for the reason {output.finish_reason!r}: look into its "
+                "log."
+            )
+        num_tokens, width = len(output.token_ids), 1 + request.sampling.top_logprobs
+        num_laws = self._num_columns(request.sampling.top_logprobs) // width
+        logprobs: Any = output.logprobs
+        token_ids = np.array(logprobs.token_ids, dtype=np.int64)
+        token_ids = token_ids.reshape(num_tokens, width, num_laws)[:, :, 0]
+        laws = np.array(logprobs.logprobs, dtype=np.float32).reshape(num_tokens, width, num_laws)
+        logp, anchor = laws[:, :, 0], laws[:, :, 1] if num_laws == 2 else None
+        return SampleResult(
+            token_ids=token_ids[:, 0],
+            logp=logp[:, 0],
+            top_token_ids=token_ids[:, 1:],
+            top_logp=logp[:, 1:],
+            anchor_logp=None if anchor is None else anchor[:, 0],
+            anchor_top_logp=None if anchor is None else anchor[:, 1:],
+            finish_reason=FinishReason(output.finish_reason),
+        )
+
 
 def _meet_in_a_file(folder: str) -> None:
     """Let vLLM's processes find each other without a port.
@@ -178,41 +242,3 @@ def _meet_in_a_file(folder: str) -> None:
 
     for executor in (uniproc_executor, multiproc_executor):
         executor.get_distributed_init_method = init_method
-
-
-def _vllm_sampling(request: SampleRequest) -> VllmSampling:
-    sampling = request.sampling
-    return VllmSampling(
-        n=1,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=list(sampling.stop_token_ids),
-        # the stop tokens are all named above
-        ignore_eos=True,
-        seed=request.seed,
-        logprobs=sampling.top_logprobs,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _result(output: CompletionOutput, sampling: SamplingParams) -> SampleResult:
-    """Sort out the log-probs: at each position the drawn token's, then those of the top K."""
-    if output.finish_reason not in ("stop", "length"):
-        raise EngineError(
-            f"vLLM ended a completion for the reason {output.finish_reason!r}: look into its log."
-        )
-    num_tokens, width = len(output.token_ids), 1 + sampling.top_logprobs
-    logprobs: Any = output.logprobs
-    token_ids = np.array(logprobs.token_ids, dtype=np.int64).reshape(num_tokens, width)
-    logp = np.array(logprobs.logprobs, dtype=np.float32).reshape(num_tokens, width)
-    return SampleResult(
-        token_ids=token_ids[:, 0],
-        logp=logp[:, 0],
-        top_token_ids=token_ids[:, 1:],
-        top_logp=logp[:, 1:],
-        finish_reason=FinishReason(output.finish_reason),
-    )

@@ -27,7 +27,10 @@ class HostSettings:
     dtype_name: str
     quantisation: str | None
     logprob_mode: str
-    max_logprobs: int
+    top_logprobs: int
+    """most tokens beside the drawn one that a request has log-probs of"""
+    anchor_temperature: float | None
+    """report log-probs of softmax(logits / this) too; None: only those drawn from"""
     max_model_len: int
     max_sequences: int
     tensor_parallel: int
@@ -58,6 +61,10 @@ class SampleResult:
     top_token_ids: NDArray[np.int64]
     """[n, K]"""
     top_logp: NDArray[np.float32]
+    """[n, K]"""
+    anchor_logp: NDArray[np.float32] | None
+    """[n], where vLLM was started to report it"""
+    anchor_top_logp: NDArray[np.float32] | None
     """[n, K]"""
     finish_reason: FinishReason
 

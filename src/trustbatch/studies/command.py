@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imports torch, for which --list need not wait
     from trustbatch.studies.job import Job
     from trustbatch.studies.runner import Pace
 
-SCALES = ("smoke", "cpu", "gpu", "paper")
+SCALES = ("smoke", "cpu", "gpu", "paper", "paper-1.5b")
 BENCHMARKS = "benchmarks"
 DEFAULT_FOLDER = Path("runs/studies")
 SHARE_OF_PAGE = 0.2
@@ -235,9 +235,10 @@ def _scale(options: argparse.Namespace) -> Scale:
 
         scale = gpu_scale(task=options.task or "gsm8k", data=options.data)
     else:
-        from trustbatch.studies.scales.paper import paper_scale
+        from trustbatch.studies.scales.paper import paper_scale, small_paper_scale
 
-        scale = paper_scale(data=options.data)
+        of_model = paper_scale if options.scale == "paper" else small_paper_scale
+        scale = of_model(data=options.data)
     if options.second_model is not None:
         scale = replace(scale, other_model=options.second_model)
     return scale

@@ -32,6 +32,7 @@ def objective(name: str, *, label: str) -> Method:
 
 
 P3O = objective("p3o", label="P3O")
+PACT = objective("pact", label="PACT")
 TWO_ANCHOR = objective("two_anchor", label="Two-anchor")
 DAPO = objective("dapo", label="DAPO")
 GSPO = objective("gspo", label="GSPO")
@@ -41,6 +42,14 @@ DPPO = objective("dppo", label="DPPO")
 M2PO = objective("m2po", label="M2PO")
 VESPO = objective("vespo", label="VESPO")
 VCPO = objective("vcpo", label="VCPO")
+
+
+P3O_SAMPLER = Method(
+    name="p3o-sampler",
+    label="P3O pulled to the sampler",
+    changes={"objective.name": "p3o", "objective.anchor": "sampler"},
+)
+"""as in the paper"""
 
 
 def grpo(clip: float) -> Method:

@@ -232,6 +232,7 @@ class Trainer:
             entropy=entropy,
             top_logp=top_logp,
             behaviour_top_logp=batch.behaviour_top_logp if with_top else None,
+            source=batch.source,
             anchor_logp=batch.anchor_logp if with_anchor else None,
             anchor_top_logp=batch.anchor_top_logp if with_top and with_anchor else None,
             proximal_top_logp=proximal.top_logp if proximal and top_logp is not None else None,

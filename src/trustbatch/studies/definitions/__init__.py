@@ -13,6 +13,7 @@ from trustbatch.studies.definitions.kl import kl
 from trustbatch.studies.definitions.mixing import mixing
 from trustbatch.studies.definitions.stress import stress
 from trustbatch.studies.definitions.temperature import temperature
+from trustbatch.studies.definitions.trust import trust
 from trustbatch.studies.definitions.two_anchor import two_anchor
 from trustbatch.studies.scales.scale import Scale
 from trustbatch.studies.study import Study
@@ -27,6 +28,7 @@ DEFINITIONS: Mapping[str, Callable[[Scale], Study]] = {
     "kl": kl,
     "stress": stress,
     "deaths": deaths,
+    "trust": trust,
 }
 """those that train; `benchmarks` evaluates what one of them has trained"""
 

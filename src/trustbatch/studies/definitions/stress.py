@@ -8,6 +8,8 @@ from trustbatch.studies.methods import (
     GSPO,
     M2PO,
     P3O,
+    P3O_SAMPLER,
+    PACT,
     SEQUENCE_MIS,
     TOKEN_TIS,
     TWO_ANCHOR,
@@ -25,7 +27,7 @@ GRPO = objective("grpo", label="GRPO")
 
 def stress(scale: Scale) -> Study:
     """Every objective with its own defaults in every regime; nothing is tuned for any of them."""
-    methods = [P3O, TWO_ANCHOR, GRPO, DAPO, GSPO, CISPO, DECOUPLED]
+    methods = [PACT, P3O, P3O_SAMPLER, TWO_ANCHOR, GRPO, DAPO, GSPO, CISPO, DECOUPLED]
     methods += [TOKEN_TIS, SEQUENCE_MIS, DPPO, M2PO, VESPO, VCPO]
     return Study(
         name="stress",

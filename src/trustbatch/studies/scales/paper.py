@@ -4,14 +4,17 @@ docs/studies.md says how each row of the tables became a key, and which rows lea
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from trustbatch.evaluation.suite import DATA_FILES
-from trustbatch.studies.scales.gpu import BENCHMARKS, from_folder
+from trustbatch.studies.scales.gpu import BENCHMARKS, OTHER_MODEL, from_folder
 from trustbatch.studies.scales.scale import Scale, Suite
 
+SMALL_MODEL = "Qwen/Qwen2.5-1.5B"
 SAMPLES_PER_PROMPT = 4
-"""not in the paper's tables; with it, 512 samples are 64 prompts for each of 2 rollout GPUs"""
+"""not in the paper's tables, but in the recipes of its code; with it, 512 samples are 64 prompts
+for each of 2 rollout GPUs"""
 STEPS = 30
 """not in the paper's tables; its last evaluated checkpoint is that of iteration 30"""
 
@@ -29,6 +32,8 @@ def paper_scale(*, data: str | None = None) -> Scale:
             "two_anchor": long,
             "fp8": {
                 "model.name": "Qwen/Qwen3-8B-Base",
+                # its template would put an empty thought before the answer
+                "task.thinking": None,
                 "cluster.trainers": 5,
                 "cluster.engines": 3,
                 "run.checkpoint_every": 15,
@@ -56,10 +61,35 @@ def paper_scale(*, data: str | None = None) -> Scale:
     )
 
 
+def small_paper_scale(*, data: str | None = None) -> Scale:
+    """Return the same with the other model of the paper's figures, which is in none of its tables.
+
+    So each experiment has the rows of its column, whatever is trained.
+    """
+    scale = paper_scale(data=data)
+    base = scale.base_of("clip")
+    base["model"]["name"] = SMALL_MODEL
+    del base["task"]["thinking"]  # it has no thoughts
+    own = ("model.name", "task.thinking")
+    fp8 = {key: value for key, value in scale.families["fp8"].items() if key not in own}
+    return replace(
+        scale,
+        name="paper-1.5b",
+        base=base,
+        families={**scale.families, "fp8": fp8},
+        other_model=OTHER_MODEL,  # the paper mixes with the larger model only
+    )
+
+
 def _base(data: str | None) -> dict[str, Any]:
     base: dict[str, Any] = {
         "model": {"name": "Qwen/Qwen3-4B-Thinking-2507", "precision": "bfloat16"},
-        "task": {"name": "deepscaler", **from_folder(data, DATA_FILES["deepscaler"])},
+        # an answer counts before a thought has ended, too: few of this model's do in 1,024 tokens
+        "task": {
+            "name": "deepscaler",
+            "thinking": False,
+            **from_folder(data, DATA_FILES["deepscaler"]),
+        },
         "rollout": {
             "engine": "vllm",
             "samples_per_prompt": SAMPLES_PER_PROMPT,

@@ -1,0 +1,135 @@
+"""Tables of docs/results.md from the runs that are kept: regimes x objectives, one number a seed.
+
+    python benchmarks/evidence_table.py results/gpu/runs.jsonl --dead 0.14
+    python benchmarks/evidence_table.py results/cpu/trust.jsonl --dead 0.1
+    python benchmarks/evidence_table.py --collect STUDY_FOLDER > results/cpu/trust.jsonl
+
+A run below --dead is shown in bold. The last columns are the mean over regimes of the means over
+seeds, the worst regime's mean, and how many runs are dead. --collect makes such a file of the
+finished runs of a study, whose arms are named REGIME-METHOD.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+REGIMES = {
+    "fresh": "T = 1",
+    "t1.2": "T = 1.2",
+    "t0.6": "T = 0.6",
+    "top-p0.95": "top-p 0.95",
+    "lag2": "lag 2",
+    "lag8": "lag 8",
+    "t1.2-lag4": "T = 1.2, lag 4",
+    "fp8": "FP8",
+    "mixed25": "25% foreign",
+}
+LABELS = {
+    "both": "PACT",
+    "pact-both": "PACT",
+    "pact": "PACT, to the proximal policy",
+    "prox": "PACT, to the proximal policy",
+    "model": "PACT, to the model",
+    "prox-0.3": "0.3, to the proximal policy",
+    "prox-1": "1, to the proximal policy",
+    "model-0.3": "0.3, to the model",
+    "model-1": "1, to the model",
+    "p3o": "P3O",
+    "p3o-model": "P3O",
+    "p3o-sampler": "P3O, to the sampler",
+    "p3o-no-kl": "P3O without KL",
+    "grpo": "GRPO",
+    "grpo-0.2": "GRPO",
+    "cispo": "CISPO",
+    "decoupled": "decoupled",
+    "sequence-mis": "GRPO, sequence MIS",
+    "token-tis": "GRPO, token TIS",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "dppo": "DPPO",
+    "m2po": "M2PO",
+    "vespo": "VESPO",
+    "vcpo": "VCPO",
+    "two-anchor": "two-anchor",
+}
+
+
+def main() -> None:
+    """Print a table, or the lines of a study."""
+    parser = argparse.ArgumentParser(description="Tables of runs that are kept.")
+    parser.add_argument("file", nargs="?", type=Path, help="lines with arm, regime, seed, held_out")
+    parser.add_argument("--dead", type=float, default=0.0, help="below this a run is dead")
+    parser.add_argument("--collect", type=Path, help="folder of a study")
+    args = parser.parse_args()
+    if args.collect is not None:
+        sys.stdout.writelines(json.dumps(line) + "\n" for line in collect(args.collect))
+    else:
+        print(table(args.file, dead=args.dead))
+
+
+def table(file: Path, *, dead: float) -> str:
+    """Return the Markdown table of a file, the arms in the order of LABELS."""
+    cells: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for line in file.read_text().splitlines():
+        run = json.loads(line)
+        cells[run["arm"]][run["regime"]].append((run["seed"], run["held_out"]))
+    regimes = [each for each in REGIMES if any(each in row for row in cells.values())]
+    head = ["objective", *(REGIMES[each] for each in regimes), "mean", "worst", "dead"]
+    rows = [head, ["---"] * len(head)]
+    for arm in sorted(cells, key=list(LABELS).index):
+        row = cells[arm]
+        means = [
+            sum(value for _, value in row[each]) / len(row[each]) for each in regimes if each in row
+        ]
+        is_whole = len(means) == len(regimes)
+        values = [value for each in regimes for _, value in row.get(each, [])]
+        rows.append(
+            [
+                LABELS[arm],
+                *(_cell(row.get(each, []), dead) for each in regimes),
+                f"{sum(means) / len(means):.3f}" if is_whole else "",
+                f"{min(means):.3f}" if is_whole else "",
+                f"{sum(value < dead for value in values)} of {len(values)}",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(runs: list[tuple[int, float]], dead: float) -> str:
+    """Return the numbers of a cell in the order of seeds."""
+    shown = [f"{value:.3f}" for _, value in sorted(runs)]
+    return " ".join(
+        f"**{text}**" if value < dead else text
+        for text, (_, value) in zip(shown, sorted(runs), strict=True)
+    )
+
+
+def collect(study: Path) -> list[dict[str, Any]]:
+    """Return a line for each evaluated run of a study."""
+    lines = []
+    for path in sorted(study.glob("runs/*/evaluation.json")):
+        arm, seed = path.parent.name.split("--seed-")
+        found = re.match("|".join(sorted(map(re.escape, REGIMES), key=len, reverse=True)), arm)
+        assert found is not None, arm
+        metrics = [json.loads(row) for row in (path.parent / "metrics.jsonl").open()]
+        strength = [row["pull/strength"] for row in metrics if "pull/strength" in row]
+        line: dict[str, Any] = {
+            "regime": found.group(),
+            "arm": arm[found.end() + 1 :],
+            "seed": int(seed),
+            "held_out": json.loads(path.read_text())["mean_reward"],
+            "entropy": [round(metrics[place]["entropy"], 4) for place in (0, -1)],
+            "one_minus_ess": float(f"{metrics[-1]['one_minus_ess']:.3g}"),
+        }
+        if strength:
+            line["pull"] = [round(min(strength), 4), round(max(strength), 4)]
+        lines.append(line)
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""PACT: proximal anchor, capped trust. P3O whose pull is as strong as the batch is uncertain."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trustbatch.objectives.base import Objective, Totals, require, require_choice, require_number
+from trustbatch.objectives.estimators import RatioMoments, bounded, effective_sample_size
+from trustbatch.objectives.metrics import Mean, Metrics
+from trustbatch.objectives.p3o import KL_CHOICES, kl_to, model_anchor
+from trustbatch.objectives.token_batch import TokenBatch
+
+ANCHORS = ("proximal", "model", "both")
+PULLS = ("standard_error", "deviation")
+TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True, kw_only=True)
+class PACT(Objective):
+    """loss = (1/N) sum [ -sg(min(r, e_s)) A logp + c KL(pi || prox) ].
+
+    e_s is the effective sample size of the ratios of the tokens that the same source (policy and
+    version) drew, and c the standard error of the advantage among the sequences that the batch can
+    still speak for:
+
+        c = rms(A) min(1, n_eff^(-1/2)),   n_eff = n (s e_prox)^(tokens per sequence)
+
+    with n sequences in the step, e_prox the effective sample size of pi under prox and s = m / m_0
+    the share of prox's mass on the data's support that pi has kept, m = E[pi / pi_b] and
+    m_0 = E[prox / pi_b].
+    """
+
+    kl: str = "importance"
+    anchor: str = "both"
+    pull: str | float = "standard_error"
+    """how c is measured, or a number as a control"""
+
+    needs_proximal: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("kl", self.kl, KL_CHOICES)
+        require_choice("anchor", self.anchor, ANCHORS)
+        if isinstance(self.pull, str):
+            require_choice("pull", self.pull, PULLS)
+        else:
+            require_number("pull", self.pull)
+
+    @property
+    def totals_need_policy(self) -> bool:
+        """Trust is measured before the first backward pass of a step."""
+        return True
+
+    @property
+    def needs_top_logp(self) -> bool:
+        """The bucketed KL compares whole distributions, not sampled tokens."""
+        return self.kl == "top_k"
+
+    @property
+    def needs_anchor(self) -> bool:
+        """Only a pull to the model needs what the engine knows of it."""
+        return self.anchor != "proximal"
+
+    def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
+        """Sums of the behaviour ratios and of their squares, for each source."""
+        log_ratio = tokens.logp - tokens.behaviour_logp
+        source = _sources(tokens)
+        return {
+            f"behaviour/{each}": RatioMoments.of(log_ratio[source == each])
+            for each in {0, *source.unique().tolist()}
+        }
+
+    def sums(self, tokens: TokenBatch) -> dict[str, Tensor]:
+        """Squares of sequences' advantages, and what the drift from the anchor is measured by."""
+        anchor = self._anchor(tokens)
+        policy = bounded((tokens.logp.detach() - tokens.behaviour_logp).double())
+        trusted = bounded((anchor - tokens.behaviour_logp).double())
+        ids, index = torch.unique(tokens.sequence, return_inverse=True)
+        zeros = torch.zeros(len(ids), dtype=torch.float64, device=policy.device)
+        length = zeros.index_add(0, index, torch.ones_like(policy))
+        squares = zeros.index_add(0, index, tokens.advantage.double().square()) / length
+        return {
+            "advantage_squares": squares.sum(),
+            "policy_mass": policy.exp().sum(),
+            "proximal_mass": trusted.exp().sum(),
+            "second_moment": (2 * policy - trusted).exp().sum(),
+        }
+
+    def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        """Return the capped score-function loss and the pull to the anchor."""
+        ratio = bounded(tokens.logp.detach() - tokens.behaviour_logp).exp()
+        cap = _caps(tokens, totals).to(ratio.dtype)
+        pull = self._pull(totals).to(ratio.dtype)
+        kl = kl_to(self.kl, tokens, *self._trusted(tokens))
+        score = -torch.minimum(ratio, cap) * tokens.advantage * tokens.logp
+        loss = score + pull * kl
+        if self.anchor == "both":
+            loss = loss + (1.0 - cap) * kl_to(self.kl, tokens, *model_anchor(self.kl, tokens))
+        return totals.per_token(loss), {
+            "kl/penalty": Mean.of(kl),
+            "ratio/capped_fraction": Mean.of((ratio > cap * (1.0 + 1e-5)).float()),
+            "weight/cap": Mean.of(cap),
+            "pull/strength": Mean.of(pull.expand(ratio.shape)),
+            "pull/sequences": Mean.of(_num_trusted(totals).expand(ratio.shape)),
+            "pull/ess": Mean.of(_proximal_ess(totals).expand(ratio.shape)),
+            "pull/support": Mean.of(_support(totals).expand(ratio.shape)),
+        }
+
+    def _anchor(self, tokens: TokenBatch) -> Tensor:
+        if self.anchor == "model":
+            return tokens.behaviour_logp if tokens.anchor_logp is None else tokens.anchor_logp
+        return require(tokens.proximal_logp, "proximal_logp", "pact").detach()
+
+    def _trusted(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
+        if self.anchor == "model":
+            return model_anchor(self.kl, tokens)
+        if not self.needs_top_logp:
+            return self._anchor(tokens), None
+        top = require(tokens.proximal_top_logp, "proximal_top_logp", 'kl="top_k"')
+        return self._anchor(tokens), top.detach()
+
+    def _pull(self, totals: Totals) -> Tensor:
+        if not isinstance(self.pull, str):
+            return torch.full_like(totals.num_tokens, self.pull)
+        sequences = totals.num_sequences.clamp(min=1.0)
+        deviation = (totals.sums["advantage_squares"] / sequences).sqrt()
+        if self.pull == "deviation":
+            return deviation
+        return deviation * _num_trusted(totals).clamp(min=1.0).rsqrt()
+
+
+def _proximal_ess(totals: Totals) -> Tensor:
+    """Return e_prox on the data, E[pi / pi_b]^2 / (E[prox / pi_b] E[pi^2 / (prox pi_b)])."""
+    squares = totals.sums["proximal_mass"] * totals.sums["second_moment"]
+    return (totals.sums["policy_mass"].square() / squares.clamp(min=TINY)).clamp(max=1.0)
+
+
+def _support(totals: Totals) -> Tensor:
+    """Return s: e is blind to mass that leaves the support, as all ratios fall alike."""
+    mass = totals.sums["policy_mass"] / totals.sums["proximal_mass"].clamp(min=TINY)
+    return mass.clamp(max=1.0)
+
+
+def _num_trusted(totals: Totals) -> Tensor:
+    """Return n_eff: so many sequences of the policy as it is now the batch can speak for."""
+    sequences = totals.num_sequences.clamp(min=1.0)
+    per_token = _proximal_ess(totals) * _support(totals)
+    return sequences * per_token ** (totals.num_tokens / sequences)
+
+
+def _sources(tokens: TokenBatch) -> Tensor:
+    return torch.zeros_like(tokens.sequence) if tokens.source is None else tokens.source
+
+
+def _caps(tokens: TokenBatch, totals: Totals) -> Tensor:
+    """Return the effective sample size [T] of each token's source."""
+    sources, index = _sources(tokens).unique(return_inverse=True)
+    ess = [
+        effective_sample_size(totals.moments[f"behaviour/{source}"]) for source in sources.tolist()
+    ]
+    return torch.stack(ess)[index] if ess else tokens.logp.new_zeros(0)
