@@ -1,4 +1,4 @@
-"""The scale of a laptop that does not mislead: a small language in which objectives die.
+"""The scale of a laptop: a small language in which objectives die, many as on a real model.
 
 Long completions that a slip derails, a long tail of words and a weak signal: few samples, a high
 learning rate. docs/cpu-scale.md has what dies here beside what dies on a real model.
