@@ -1,9 +1,10 @@
 """Tables of docs/results.md from the runs that are kept: regimes x objectives, one number a seed.
 
+    python benchmarks/evidence_table.py --update docs/results.md
     python benchmarks/evidence_table.py results/gpu/runs.jsonl --dead 0.14
-    python benchmarks/evidence_table.py results/cpu/trust.jsonl --dead 0.1
     python benchmarks/evidence_table.py --collect STUDY_FOLDER > results/cpu/trust.jsonl
 
+--update writes every table anew that stands between <!-- table: FILE DEAD --> and <!-- end -->.
 A run below --dead is shown in bold. The last columns are the mean over regimes of the means over
 seeds, the worst regime's mean, and how many runs are dead. --collect makes such a file of the
 finished runs of a study, whose arms are named REGIME-METHOD.
@@ -59,6 +60,8 @@ LABELS = {
     "vcpo": "VCPO",
 }
 
+TABLE = re.compile(r"<!-- table: (\S+) ([\d.]+) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
+
 
 def main() -> None:
     """Print a table, or the lines of a study."""
@@ -66,8 +69,11 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, help="lines with arm, regime, seed, held_out")
     parser.add_argument("--dead", type=float, default=0.0, help="below this a run is dead")
     parser.add_argument("--collect", type=Path, help="folder of a study")
+    parser.add_argument("--update", type=Path, help="page whose tables are written anew")
     args = parser.parse_args()
-    if args.collect is not None:
+    if args.update is not None:
+        args.update.write_text(TABLE.sub(_filled, args.update.read_text()))
+    elif args.collect is not None:
         sys.stdout.writelines(json.dumps(line) + "\n" for line in collect(args.collect))
     else:
         print(table(args.file, dead=args.dead))
@@ -99,6 +105,12 @@ def table(file: Path, *, dead: float) -> str:
             ]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _filled(found: re.Match[str]) -> str:
+    """Return a place of the page with the table of its file."""
+    file, dead, _ = found.groups()
+    return f"<!-- table: {file} {dead} -->\n{table(Path(file), dead=float(dead))}\n<!-- end -->"
 
 
 def _cell(runs: list[tuple[int, float]], dead: float) -> str:
