@@ -84,7 +84,7 @@ def main() -> None:
         queue.put(None)
     deadline = time.time() + 60 * args.minutes
     crew = [
-        context.Process(target=work, args=(queue, lock, args, deadline, commit()))
+        context.Process(target=work, args=(queue, lock, args, deadline, args.commit or commit()))
         for _ in range(args.parallel)
     ]
     for process in crew:
@@ -114,7 +114,7 @@ def plan(words: list[str]) -> list[dict[str, Any]]:
 
 def work(queue: Any, lock: Any, args: Any, deadline: float, revision: str) -> None:
     """Take runs from the queue until it is empty or there is no time for another."""
-    from trustbatch.errors import TrustbatchError
+    from trustbatch.errors import DivergedError, TrustbatchError
 
     while (job := queue.get()) is not None:
         if time.time() > deadline - args.least_seconds:
@@ -122,12 +122,13 @@ def work(queue: Any, lock: Any, args: Any, deadline: float, revision: str) -> No
         started = time.time()
         try:
             record = run(job, args)
-        except (RuntimeError, TrustbatchError) as error:  # a run that fails is shown, others go on
+        except (RuntimeError, TrustbatchError) as error:
             print(f"FAILED {job['name']}: {error}", flush=True)
+            if isinstance(error, DivergedError):  # dead of it, and not of the machine
+                write(lock, args.out, {**job, "held_out": 0.0, "failed": str(error)})
             continue
         record |= {"seconds": round(time.time() - started, 1), "commit": revision}
-        with lock, Path(args.out).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        write(lock, args.out, record)
         steps = record["steps"]
         print(
             f"{job['name']:32} held-out {record['held_out']:.3f} +- {record['standard_error']:.3f}"
@@ -135,6 +136,12 @@ def work(queue: Any, lock: Any, args: Any, deadline: float, revision: str) -> No
             f"  1-ESS {steps['one_minus_ess'][-1]:.1e}  {record['seconds']:.0f} s",
             flush=True,
         )
+
+
+def write(lock: Any, file: str, record: dict[str, Any]) -> None:
+    """Add a finished run to those that are kept."""
+    with lock, Path(file).open("a") as out:
+        out.write(json.dumps(record) + "\n")
 
 
 def run(job: dict[str, Any], args: Any) -> dict[str, Any]:
@@ -179,7 +186,7 @@ def run(job: dict[str, Any], args: Any) -> dict[str, Any]:
     }
     return {
         **job,
-        "objective": tree["objective"],
+        "config": {key: tree[key] for key in ("objective", "rollout", "training")},
         "held_out": result.mean_reward,
         "standard_error": result.standard_error,
         "steps": steps,
@@ -235,7 +242,7 @@ def read_lines(path: str | None) -> list[dict[str, Any]]:
 
 def commit() -> str:
     """Return which state of the code is run, where git knows."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
+    command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
@@ -252,6 +259,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--least-seconds", type=float, default=100.0, help="to start another run")
     parser.add_argument("--steps", type=int, help="of each run; 16, or 24 with lag")
     parser.add_argument("--held-out", type=int, default=HELD_OUT_PROMPTS, help="problems")
+    parser.add_argument("--commit", help="state of the code, where git does not know it")
     parser.add_argument("--set", action="append", default=[], help="KEY=JSON for all runs")
     return parser.parse_args()
 

@@ -4,10 +4,11 @@
     python benchmarks/evidence_table.py results/gpu/runs.jsonl --dead 0.14
     python benchmarks/evidence_table.py --collect STUDY_FOLDER > results/cpu/trust.jsonl
 
---update writes every table anew that stands between <!-- table: FILE DEAD --> and <!-- end -->.
-A run below --dead is shown in bold. The last columns are the mean over regimes of the means over
-seeds, the worst regime's mean, and how many runs are dead. --collect makes such a file of the
-finished runs of a study, whose arms are named REGIME-METHOD.
+--update writes every table anew that stands between <!-- table: FILE DEAD --> and <!-- end -->, and
+every list of paired differences between <!-- paired: FILE ARM --> and <!-- end -->. A run below
+--dead is shown in bold. The last columns are the mean over regimes of the means over seeds, the
+worst regime's mean, and how many runs are dead. --collect makes such a file of the finished runs of
+a study, whose arms are named REGIME-METHOD. A run that failed counts as dead.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import re
 import sys
 from collections import defaultdict
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 REGIMES = {
@@ -37,6 +39,8 @@ LABELS = {
     "prox": "PACT, to the proximal policy",
     "model": "PACT, to the model",
     "prox-rms": "rms(A), to the proximal policy",
+    "both-0.3": "0.3, to both",
+    "both-1": "1, to both",
     "prox-0.3": "0.3, to the proximal policy",
     "prox-1": "1, to the proximal policy",
     "model-0.3": "0.3, to the model",
@@ -62,6 +66,8 @@ LABELS = {
 
 TABLE = re.compile(r"<!-- table: (\S+) ([\d.]+) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
 
+PAIRED = re.compile(r"<!-- paired: (\S+) (\S+) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
+
 
 def main() -> None:
     """Print a table, or the lines of a study."""
@@ -72,7 +78,8 @@ def main() -> None:
     parser.add_argument("--update", type=Path, help="page whose tables are written anew")
     args = parser.parse_args()
     if args.update is not None:
-        args.update.write_text(TABLE.sub(_filled, args.update.read_text()))
+        page = TABLE.sub(_filled, args.update.read_text())
+        args.update.write_text(PAIRED.sub(_filled_differences, page))
     elif args.collect is not None:
         sys.stdout.writelines(json.dumps(line) + "\n" for line in collect(args.collect))
     else:
@@ -105,6 +112,35 @@ def table(file: Path, *, dead: float) -> str:
             ]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def differences(file: Path, arm: str) -> str:
+    """Return the mean over regimes of `arm` minus that of each other, paired over seeds."""
+    held: dict[str, dict[tuple[str, int], float]] = defaultdict(dict)
+    for line in file.read_text().splitlines():
+        run = json.loads(line)
+        held[run["arm"]][run["regime"], run["seed"]] = run["held_out"]
+    rows = [
+        ["against", "difference", "standard error", "seeds ahead"],
+        ["---", "---:", "---:", "---:"],
+    ]
+    for other in sorted(held.keys() - {arm}, key=list(LABELS).index):
+        assert held[other].keys() == held[arm].keys(), f"{other} has other runs than {arm}"
+        seeds = sorted({seed for _, seed in held[arm]})
+        gains = [
+            mean(held[arm][cell] - held[other][cell] for cell in held[arm] if cell[1] == seed)
+            for seed in seeds
+        ]
+        error = stdev(gains) / len(gains) ** 0.5
+        ahead = f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
+        rows.append([LABELS[other], f"{mean(gains):+.3f}", f"{error:.3f}", ahead])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _filled_differences(found: re.Match[str]) -> str:
+    """Return a place of the page with the differences of its file."""
+    file, arm, _ = found.groups()
+    return f"<!-- paired: {file} {arm} -->\n{differences(Path(file), arm)}\n<!-- end -->"
 
 
 def _filled(found: re.Match[str]) -> str:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +28,33 @@ SHOWN = evidence_table.TABLE.findall((ROOT / "docs" / "results.md").read_text())
 @pytest.mark.parametrize(("file", "dead", "shown"), SHOWN, ids=[file for file, _, _ in SHOWN])
 def test_a_table_of_the_results_is_that_of_its_runs(file: str, dead: str, shown: str) -> None:
     assert shown == evidence_table.table(ROOT / file, dead=float(dead))
+
+
+DIFFERENCES = evidence_table.PAIRED.findall((ROOT / "docs" / "results.md").read_text())
+
+
+@pytest.mark.parametrize(("file", "arm", "shown"), DIFFERENCES)
+def test_differences_of_the_results_are_those_of_its_runs(file: str, arm: str, shown: str) -> None:
+    assert shown == evidence_table.differences(ROOT / file, arm)
+
+
+def test_differences_by_hand(tmp_path: Path) -> None:
+    # seed 1: (0.1 + 0.3) / 2 = 0.2; seed 2: (0.0 - 0.2) / 2 = -0.1: mean 0.05, error 0.15
+    values = {("pact", 1): (0.4, 0.5), ("grpo", 1): (0.3, 0.2)}
+    values |= {("pact", 2): (0.4, 0.1), ("grpo", 2): (0.4, 0.3)}
+    lines = [
+        {"arm": arm, "regime": regime, "seed": seed, "held_out": value}
+        for (arm, seed), pair in values.items()
+        for regime, value in zip(("fresh", "lag8"), pair, strict=True)
+    ]
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    last = evidence_table.differences(file, "pact").splitlines()[-1]
+    assert last == "| GRPO | +0.050 | 0.150 | 1 of 2 |"
+
+
+def test_no_placeholder_is_left_on_the_page() -> None:
+    assert not re.findall(r"\b[A-Z]{3,}_[A-Z]+\b", (ROOT / "docs" / "results.md").read_text())
 
 
 def test_every_file_of_runs_is_shown_and_has_each_run_once() -> None:

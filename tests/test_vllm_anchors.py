@@ -207,7 +207,7 @@ def test_a_vllm_that_samples_in_another_way_is_refused(
 
     monkeypatch.setattr(gpu_model_runner, "Sampler", Other)
     config = VllmConfig(mode="in_process", **SMALL)
-    with pytest.raises(EngineError, match=r'objective\.anchor = "sampler", or rollout\.engine'):
+    with pytest.raises(EngineError, match=r'objective\.anchor = "sampler" \("proximal" with pact'):
         VllmEngine(load(long_folder), config, seed=0, anchor_temperature=1.0)
 
 

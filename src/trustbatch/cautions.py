@@ -17,7 +17,8 @@ def _clipped_temperature(config: Config) -> list[str]:
     # raw log-probs are those at T = 1, and the ratio is to what was recorded
     recorded = 1.0 if config.rollout.logprob_mode == "raw" else drawn
     clipped = config.build_objective().clips_behaviour_ratio
-    if recorded == policy or clipped is None:
+    # a bound on the difference of probabilities leaves unlikely tokens alone, whatever their ratio
+    if recorded == policy or clipped in (None, "probability"):
         return []
     is_raw = recorded != drawn
     mode = ' with rollout.logprob_mode = "raw"' if is_raw else ""

@@ -346,7 +346,7 @@ def test_what_an_objective_asks_of_the_trainer() -> None:
     need_proximal = {n for n, o in asks.items() if o.needs_proximal}
     assert need_proximal == {"decoupled", "grpo_is", "two_anchor", "pact"}
     clipped = {n: o.clips_behaviour_ratio for n, o in asks.items() if o.clips_behaviour_ratio}
-    masked = dict.fromkeys(("dppo", "m2po"), "mask")
+    masked = {"dppo": "probability", "m2po": "mask"}
     assert clipped == {"grpo": "token", "dapo": "token", "gspo": "sequence", **masked}
     assert not any(o.needs_top_logp for o in asks.values())
     assert build_objective("p3o", kl="top_k").needs_top_logp

@@ -350,7 +350,7 @@ def _anchor(e: Examination) -> list[Finding]:
             "nothing was learned, and pulls the policy there with every step (1-ESS = "
             f"{e.anchor.mismatch.one_minus_ess:.2g} between the two). Have the engine record "
             f"softmax(logits / {expected.temperature:g}) before it tempers and cuts, or set "
-            'objective.anchor = "sampler" to pull to what was drawn from.',
+            'objective.anchor = "sampler" to pull to what was drawn from ("proximal" with pact).',
         )
     ]
 

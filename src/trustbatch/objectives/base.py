@@ -20,6 +20,9 @@ from trustbatch.objectives.metrics import (
 )
 from trustbatch.objectives.token_batch import TokenBatch
 
+ClipKind = Literal["token", "mask", "probability", "sequence"]
+"""a range for a token's ratio, a mask by it, a bound on probabilities, a range for a sequence's"""
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -93,7 +96,7 @@ class Objective(ABC):
 
     needs_proximal: ClassVar[bool] = False
     """whether TokenBatch.proximal_logp must be given"""
-    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = None
+    clips_behaviour_ratio: ClassVar[ClipKind | None] = None
     """of what it silences where r is already far from 1 on the side that A asks for, if at all"""
 
     def __post_init__(self) -> None:

@@ -1,12 +1,12 @@
 """DPPO: drop tokens whose probability has moved too far, not tokens whose ratio has."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from trustbatch.objectives.base import Objective, Totals, require_choice, require_number
+from trustbatch.objectives.base import ClipKind, Objective, Totals, require_choice, require_number
 from trustbatch.objectives.estimators import bounded
 from trustbatch.objectives.metrics import Mean, Metrics
 from trustbatch.objectives.token_batch import TokenBatch
@@ -28,7 +28,7 @@ class DPPO(Objective):
     threshold: float = 0.15
     weight_cap: float = 20.0
 
-    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = "mask"
+    clips_behaviour_ratio: ClassVar[ClipKind | None] = "probability"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,12 +1,12 @@
 """GRPO: PPO's clipped surrogate on group-relative advantages."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from trustbatch.objectives.base import Objective, Totals, require_number
+from trustbatch.objectives.base import ClipKind, Objective, Totals, require_number
 from trustbatch.objectives.estimators import bounded
 from trustbatch.objectives.metrics import Mean, Metrics
 from trustbatch.objectives.token_batch import TokenBatch
@@ -24,7 +24,7 @@ class GRPO(Objective):
     clip_low: float = 0.2
     clip_high: float = 0.2
 
-    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = "token"
+    clips_behaviour_ratio: ClassVar[ClipKind | None] = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

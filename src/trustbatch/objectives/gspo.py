@@ -1,12 +1,12 @@
 """GSPO: the clipped surrogate with one ratio a sequence."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from trustbatch.objectives.base import Objective, Totals, require_number
+from trustbatch.objectives.base import ClipKind, Objective, Totals, require_number
 from trustbatch.objectives.estimators import bounded
 from trustbatch.objectives.grpo import clipped_surrogate
 from trustbatch.objectives.metrics import Metrics
@@ -24,7 +24,7 @@ class GSPO(Objective):
     clip_low: float = 3e-4
     clip_high: float = 4e-4
 
-    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = "sequence"
+    clips_behaviour_ratio: ClassVar[ClipKind | None] = "sequence"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,12 +1,12 @@
 """M2PO: drop the tokens furthest from the data until the rest is near it on average."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from trustbatch.objectives.base import Objective, Totals, require_number
+from trustbatch.objectives.base import ClipKind, Objective, Totals, require_number
 from trustbatch.objectives.estimators import bounded
 from trustbatch.objectives.metrics import Mean, Metrics
 from trustbatch.objectives.token_batch import TokenBatch
@@ -24,7 +24,7 @@ class M2PO(Objective):
 
     threshold: float = 0.04
 
-    clips_behaviour_ratio: ClassVar[Literal["token", "mask", "sequence"] | None] = "mask"
+    clips_behaviour_ratio: ClassVar[ClipKind | None] = "mask"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,17 +19,18 @@ TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True, kw_only=True)
 class PACT(Objective):
-    """loss = (1/N) sum [ -sg(min(r, e_s)) A logp + c KL(pi || prox) ].
+    """loss = (1/N) sum [ -sg(min(r, e_s)) A logp + (1 - e_s) KL(pi || model) + c KL(pi || prox) ].
 
     e_s is the effective sample size of the ratios of the tokens that the same source (policy and
-    version) drew, and c the standard error of the advantage among the sequences that the batch can
-    still speak for:
+    version) drew, `model` who drew the token, before temperature and truncation, and c the standard
+    error of the advantage among the sequences that the batch can still speak for:
 
         c = rms(A) min(1, n_eff^(-1/2)),   n_eff = n (s e_prox)^(tokens per sequence)
 
     with n sequences in the step, e_prox the effective sample size of pi under prox and s = m / m_0
     the share of prox's mass on the data's support that pi has kept, m = E[pi / pi_b] and
-    m_0 = E[prox / pi_b].
+    m_0 = E[prox / pi_b]. For ablations, `anchor="proximal"` leaves the pull to the model out, and
+    `anchor="model"` puts the model in the place of prox.
     """
 
     kl: str = "importance"
@@ -61,7 +62,7 @@ class PACT(Objective):
     @property
     def needs_anchor(self) -> bool:
         """Only a pull to the model needs what the engine knows of it."""
-        return self.anchor != "proximal"
+        return self.anchor != "proximal" and self.kl != "none"
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
         """Sums of the behaviour ratios and of their squares, for each source."""
@@ -91,17 +92,19 @@ class PACT(Objective):
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the capped score-function loss and the pull to the anchor."""
         ratio = bounded(tokens.logp.detach() - tokens.behaviour_logp).exp()
-        cap = _caps(tokens, totals).to(ratio.dtype)
+        ess = _ess_of_source(tokens, totals)
+        # 1 - e is taken in float64, as in P3O
+        cap, distrust = ess.to(ratio.dtype), (1.0 - ess).to(ratio.dtype)
         pull = self._pull(totals).to(ratio.dtype)
         kl = kl_to(self.kl, tokens, *self._trusted(tokens))
         score = -torch.minimum(ratio, cap) * tokens.advantage * tokens.logp
         loss = score + pull * kl
         if self.anchor == "both":
-            loss = loss + (1.0 - cap) * kl_to(self.kl, tokens, *model_anchor(self.kl, tokens))
+            loss = loss + distrust * kl_to(self.kl, tokens, *model_anchor(self.kl, tokens))
         return totals.per_token(loss), {
             "kl/penalty": Mean.of(kl),
             "ratio/capped_fraction": Mean.of((ratio > cap * (1.0 + 1e-5)).float()),
-            "weight/cap": Mean.of(cap),
+            "weight/cap": Mean.of(ess),
             "pull/strength": Mean.of(pull.expand(ratio.shape)),
             "pull/sequences": Mean.of(_num_trusted(totals).expand(ratio.shape)),
             "pull/ess": Mean.of(_proximal_ess(totals).expand(ratio.shape)),
@@ -154,10 +157,10 @@ def _sources(tokens: TokenBatch) -> Tensor:
     return torch.zeros_like(tokens.sequence) if tokens.source is None else tokens.source
 
 
-def _caps(tokens: TokenBatch, totals: Totals) -> Tensor:
+def _ess_of_source(tokens: TokenBatch, totals: Totals) -> Tensor:
     """Return the effective sample size [T] of each token's source."""
     sources, index = _sources(tokens).unique(return_inverse=True)
     ess = [
         effective_sample_size(totals.moments[f"behaviour/{source}"]) for source in sources.tolist()
     ]
-    return torch.stack(ess)[index] if ess else tokens.logp.new_zeros(0)
+    return torch.stack(ess)[index] if ess else tokens.logp.new_zeros(0, dtype=torch.float64)

@@ -96,23 +96,29 @@ def sampling_logprobs(logits: Tensor, sampling: SamplingParams) -> Tensor:
     Temperature first, then top-k, then top-p on what is left; excluded tokens have -inf, and the
     rest is renormalised.
     """
+    return _cut(logits, sampling)[0]
+
+
+def _cut(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | None]:
+    """Return the same, and all tokens [B, V] by probability where top-p alone had to sort them."""
     logits = logits.float()
     if sampling.temperature == 0:
         best = logits.argmax(-1, keepdim=True)
-        return torch.full_like(logits, -torch.inf).scatter(-1, best, 0.0)
+        return torch.full_like(logits, -torch.inf).scatter(-1, best, 0.0), None
     logp = torch.log_softmax(logits / sampling.temperature, dim=-1)
-    if 0 < sampling.top_k < logits.shape[-1]:
+    is_cut_by_number = 0 < sampling.top_k < logits.shape[-1]
+    if is_cut_by_number:
         kept, index = logp.topk(sampling.top_k, dim=-1)
         logp = torch.full_like(logp, -torch.inf).scatter(-1, index, kept)
         logp = torch.log_softmax(logp, dim=-1)
-    if sampling.top_p < 1.0:
-        ordered, index = logp.sort(dim=-1, descending=True, stable=True)
-        probability = ordered.exp()
-        mass_before = probability.cumsum(-1) - probability
-        ordered = ordered.masked_fill(mass_before >= sampling.top_p, -torch.inf)
-        logp = torch.full_like(logp, -torch.inf).scatter(-1, index, ordered)
-        logp = torch.log_softmax(logp, dim=-1)
-    return logp
+    if sampling.top_p == 1.0:
+        return logp, None
+    ordered, index = logp.sort(dim=-1, descending=True, stable=True)
+    probability = ordered.exp()
+    mass_before = probability.cumsum(-1) - probability
+    ordered = ordered.masked_fill(mass_before >= sampling.top_p, -torch.inf)
+    logp = torch.full_like(logp, -torch.inf).scatter(-1, index, ordered)
+    return torch.log_softmax(logp, dim=-1), None if is_cut_by_number else index
 
 
 def draw(logits: Tensor, keys: Tensor, position: int | Tensor, sampling: SamplingParams) -> Draw:
@@ -121,8 +127,10 @@ def draw(logits: Tensor, keys: Tensor, position: int | Tensor, sampling: Samplin
     Nothing waits for the device. Logits that are not finite show as a log-prob of NaN, which
     `refuse_divergence` looks for where the numbers reach the host.
     """
+    by_probability = None
     if sampling.temperature == 0 or sampling.top_k or sampling.top_p < 1.0:
-        blocks = VocabularyBlocks(sampling_logprobs(logits, sampling), 1.0)
+        logp, by_probability = _cut(logits, sampling)
+        blocks = VocabularyBlocks(logp, 1.0)
     else:
         blocks = VocabularyBlocks(logits, sampling.temperature)
     token_ids = blocks.invert(uniforms(keys, position))
@@ -132,12 +140,14 @@ def draw(logits: Tensor, keys: Tensor, position: int | Tensor, sampling: Samplin
         assert sampling.anchor_temperature is not None
         anchor = VocabularyBlocks(logits, sampling.anchor_temperature)
     top_logp, top_token_ids, anchor_top_logp = None, None, None
-    if sampling.top_logprobs and anchor is None:
-        top_token_ids, top_logp = recorded.top(sampling.top_logprobs)
-    elif sampling.top_logprobs and anchor is not None:
-        # both have the same order; where truncation has kept fewer than K, the anchor goes on
-        top_token_ids, anchor_top_logp = anchor.top(sampling.top_logprobs)
+    if sampling.top_logprobs:
+        # all have the same order; where truncation has kept fewer than K, the anchor goes on
+        if by_probability is not None:
+            top_token_ids = by_probability[:, : sampling.top_logprobs]
+        else:
+            top_token_ids, _ = (anchor or recorded).top(sampling.top_logprobs)
         top_logp = recorded.logp(top_token_ids)
+        anchor_top_logp = None if anchor is None else anchor.logp(top_token_ids)
     return Draw(
         token_ids=token_ids,
         logp=recorded.logp(token_ids[:, None]).squeeze(-1),

@@ -179,8 +179,8 @@ class VllmHost:
             self.close()
             raise EngineError(
                 f"vLLM {vllm.__version__} samples in a way that leaves no room for the log-probs "
-                'of the model beside those drawn from: set objective.anchor = "sampler", or '
-                'rollout.engine = "native".'
+                'of the model beside those drawn from: set objective.anchor = "sampler" '
+                '("proximal" with pact), or rollout.engine = "native".'
             )
 
     def _num_columns(self, top_logprobs: int) -> int:

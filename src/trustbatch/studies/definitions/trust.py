@@ -30,6 +30,8 @@ SECOND_ROUND = (
 CONTROLS = (
     _method("prox-0.3", "0.3, to the proximal policy", name="pact", anchor="proximal", pull=0.3),
     _method("prox-1", "1, to the proximal policy", name="pact", anchor="proximal", pull=1.0),
+    _method("both-0.3", "0.3, to both", name="pact", anchor="both", pull=0.3),
+    _method("both-1", "1, to both", name="pact", anchor="both", pull=1.0),
     _method("model-0.3", "0.3, to the model", name="pact", anchor="model", pull=0.3),
     _method("model-1", "1, to the model", name="pact", anchor="model", pull=1.0),
 )
@@ -54,5 +56,5 @@ def trust(scale: Scale) -> Study:
         base=scale.base_of("trust"),
         arms=crossed_arms(regimes, methods),
         seeds=scale.seeds,
-        subject="p3o",
+        subject="both",
     )
