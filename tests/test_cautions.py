@@ -36,6 +36,13 @@ def test_a_clip_is_named_where_temperatures_differ(name: str) -> None:
     assert "entropy falls" in of(name=name, policy=1.2)
 
 
+def test_a_mask_by_the_ratio_is_named_and_a_bound_on_probabilities_is_not() -> None:
+    masked = of(name="m2po", temperature=1.2)
+    assert "wrong and unlikely (A < 0, r < 1)" in masked
+    assert "clip_low" not in masked
+    assert of(name="dppo", temperature=1.2) == ""
+
+
 def test_a_clip_of_sequences_has_words_of_its_own() -> None:
     assert of(name="gspo") == of(name="gspo", temperature=0.6, policy="rollout") == ""
     for temperature in (0.6, 1.2):

@@ -44,11 +44,14 @@ VESPO = objective("vespo", label="VESPO")
 VCPO = objective("vcpo", label="VCPO")
 
 
-P3O_SAMPLER = Method(
-    name="p3o-sampler",
-    label="P3O pulled to the sampler",
-    changes={"objective.name": "p3o", "objective.anchor": "sampler"},
-)
+def variant(arm: str, label: str, **options: str | float) -> Method:
+    """Return an objective, by `name`, with some of its options set."""
+    return Method(
+        name=arm, label=label, changes={f"objective.{key}": value for key, value in options.items()}
+    )
+
+
+P3O_SAMPLER = variant("p3o-sampler", "P3O pulled to the sampler", name="p3o", anchor="sampler")
 """as in the paper"""
 
 
@@ -66,17 +69,8 @@ def grpo(clip: float) -> Method:
     )
 
 
-def importance_sampled(correction: str, *, name: str, label: str) -> Method:
-    """Return GRPO with one way to correct for the sampler."""
-    return Method(
-        name=name,
-        label=label,
-        changes={"objective.name": "grpo_is", "objective.correction": correction},
-    )
-
-
-TOKEN_TIS = importance_sampled("token_truncate", name="token-tis", label="Token TIS")
-SEQUENCE_MIS = importance_sampled("sequence_mask", name="sequence-mis", label="Sequence MIS")
+TOKEN_TIS = variant("token-tis", "Token TIS", name="grpo_is", correction="token_truncate")
+SEQUENCE_MIS = variant("sequence-mis", "Sequence MIS", name="grpo_is", correction="sequence_mask")
 
 
 def single_arms(methods: Sequence[Method]) -> tuple[Arm, ...]:

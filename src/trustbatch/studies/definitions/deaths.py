@@ -1,19 +1,12 @@
 """Does a scale tell what dies? The regimes in which a real model has died or lived."""
 
-from trustbatch.studies.methods import CISPO, Method, crossed_arms, grpo
+from trustbatch.studies.methods import CISPO, P3O_SAMPLER, crossed_arms, grpo, variant
 from trustbatch.studies.regimes import fresh, hot_and_old, lag, temperature, top_p
 from trustbatch.studies.scales.scale import Scale
 from trustbatch.studies.study import Study
 
-
-def _p3o(name: str, label: str, **options: str) -> Method:
-    changes = {f"objective.{key}": value for key, value in options.items()}
-    return Method(name=name, label=label, changes={"objective.name": "p3o", **changes})
-
-
-TO_MODEL = _p3o("p3o-model", "P3O pulled to the model", kl="top_k", anchor="model")
-TO_SAMPLER = _p3o("p3o-sampler", "P3O pulled to the sampler", kl="top_k", anchor="sampler")
-WITHOUT_KL = _p3o("p3o-no-kl", "P3O without KL", kl="none")
+TO_MODEL = variant("p3o-model", "P3O pulled to the model", name="p3o", anchor="model")
+WITHOUT_KL = variant("p3o-no-kl", "P3O without KL", name="p3o", kl="none")
 
 
 def deaths(scale: Scale) -> Study:
@@ -29,7 +22,7 @@ def deaths(scale: Scale) -> Study:
         arms=(
             # the sampler is the model there
             *crossed_arms([fresh(), lag(scale, 8)], methods),
-            *crossed_arms(reshaped, [*methods, TO_SAMPLER]),
+            *crossed_arms(reshaped, [*methods, P3O_SAMPLER]),
         ),
         seeds=scale.seeds,
         subject="p3o-model",

@@ -1,39 +1,32 @@
 """How strong should the pull be, and to what? Measured rules beside constants. Beyond the paper."""
 
-from trustbatch.studies.methods import CISPO, DECOUPLED, Method, crossed_arms, grpo
+from trustbatch.studies.methods import CISPO, DECOUPLED, P3O, crossed_arms, grpo, variant
 from trustbatch.studies.regimes import fresh, hot_and_old, lag, temperature, top_p
 from trustbatch.studies.scales.scale import Scale
 from trustbatch.studies.study import Study
 
-
-def _method(arm: str, label: str, **options: str | float) -> Method:
-    changes = {f"objective.{key}": value for key, value in options.items()}
-    return Method(name=arm, label=label, changes=changes)
-
-
-P3O_MODEL = _method("p3o", "P3O", name="p3o")
 CANDIDATES = (
-    _method("prox", "measured, to the proximal policy", name="pact", anchor="proximal"),
-    _method("model", "measured, to the model", name="pact", anchor="model"),
-    _method("both", "measured, to both", name="pact", anchor="both"),
+    variant("prox", "measured, to the proximal policy", name="pact", anchor="proximal"),
+    variant("model", "measured, to the model", name="pact", anchor="model"),
+    variant("both", "measured, to both", name="pact", anchor="both"),
 )
 SECOND_ROUND = (
-    _method(
+    variant(
         "prox-rms",
         "rms(A), to the proximal policy",
         name="pact",
         anchor="proximal",
         pull="deviation",
     ),
-    _method("both-rms", "rms(A), to both", name="pact", anchor="both", pull="deviation"),
+    variant("both-rms", "rms(A), to both", name="pact", anchor="both", pull="deviation"),
 )
 CONTROLS = (
-    _method("prox-0.3", "0.3, to the proximal policy", name="pact", anchor="proximal", pull=0.3),
-    _method("prox-1", "1, to the proximal policy", name="pact", anchor="proximal", pull=1.0),
-    _method("both-0.3", "0.3, to both", name="pact", anchor="both", pull=0.3),
-    _method("both-1", "1, to both", name="pact", anchor="both", pull=1.0),
-    _method("model-0.3", "0.3, to the model", name="pact", anchor="model", pull=0.3),
-    _method("model-1", "1, to the model", name="pact", anchor="model", pull=1.0),
+    variant("prox-0.3", "0.3, to the proximal policy", name="pact", anchor="proximal", pull=0.3),
+    variant("prox-1", "1, to the proximal policy", name="pact", anchor="proximal", pull=1.0),
+    variant("both-0.3", "0.3, to both", name="pact", anchor="both", pull=0.3),
+    variant("both-1", "1, to both", name="pact", anchor="both", pull=1.0),
+    variant("model-0.3", "0.3, to the model", name="pact", anchor="model", pull=0.3),
+    variant("model-1", "1, to the model", name="pact", anchor="model", pull=1.0),
 )
 
 
@@ -47,7 +40,7 @@ def trust(scale: Scale) -> Study:
         lag(scale, 8),
         hot_and_old(scale, 1.2, 4),
     ]
-    methods = [*CANDIDATES, *SECOND_ROUND, *CONTROLS, P3O_MODEL, grpo(0.2), CISPO, DECOUPLED]
+    methods = [*CANDIDATES, *SECOND_ROUND, *CONTROLS, P3O, grpo(0.2), CISPO, DECOUPLED]
     return Study(
         name="trust",
         scale=scale.name,
