@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.test_cluster import descendants
+from tests.support.processes import command_line, descendants
 
 from trustbatch.observe.run_folder import read_metrics
 
@@ -80,19 +80,11 @@ def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
 def kill_workers(driver: int, chance: random.Random) -> int:
     """Kill all engines and reward workers of a run, a moment apart; returns how many."""
     names = (b"ray::EngineActor", b"ray::RewardActor")
-    workers = [pid for pid in sorted(descendants(driver)) if command(pid).startswith(names)]
+    workers = [pid for pid in sorted(descendants(driver)) if command_line(pid).startswith(names)]
     for pid in workers:
         time.sleep(chance.uniform(0.0, 0.05))
         os.kill(pid, signal.SIGKILL)
     return len(workers)
-
-
-def command(pid: int) -> bytes:
-    file = Path(f"/proc/{pid}/cmdline")
-    try:
-        return file.read_bytes()
-    except OSError:
-        return b""
 
 
 @pytest.mark.long
@@ -128,7 +120,7 @@ def test_two_hundred_steps_among_kills_train_on_every_prompt_as_often_as_undistu
             driver.kill()
         assert driver.wait() == (0 if ends_at > STEPS else -signal.SIGKILL), log.read_text()[-2000:]
         deadline = time.monotonic() + STALL_SECONDS
-        while any(command(pid).startswith((b"ray::", b"/")) for pid in started):
+        while any(command_line(pid).startswith((b"ray::", b"/")) for pid in started):
             assert time.monotonic() < deadline, "processes outlive the run that they belong to"
             time.sleep(0.1)
     assert calm.wait(STALL_SECONDS) == 0, log.read_text()[-2000:]

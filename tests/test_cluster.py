@@ -1,6 +1,5 @@
 """Runs on real Ray: generation beside training, which is the synchronous run bit for bit."""
 
-import contextlib
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.processes import LOOPBACK, actors, descendants, kill_meanwhile, listening
 from tests.test_named_tasks import rows_file
 
 import trustbatch
@@ -223,33 +223,6 @@ def assert_stopped(result: trustbatch.RunResult, *, step: int) -> None:
     assert json.loads((result.folder / "status.json").read_text())["state"] == "stopped"
 
 
-def actors(kind: str) -> list[int]:
-    """Processes of all actors of a class: Ray names them so; those of other tests are theirs."""
-    found = []
-    for pid in sorted(descendants(os.getpid())):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
-                found.append(pid)
-    return found
-
-
-def kill_meanwhile(folder: Path, plan: list[tuple[int, str, int]]) -> threading.Thread:
-    """Kill so many actors of a kind once so many steps are written down, for each of the plan."""
-
-    def work() -> None:
-        for step, kind, count in plan:
-            deadline = time.monotonic() + 120
-            while len(read_metrics(folder)) < step or len(actors(kind)) < count:
-                assert time.monotonic() < deadline, f"{count} {kind} are not there at step {step}"
-                time.sleep(0.01)
-            for pid in actors(kind)[:count]:
-                os.kill(pid, signal.SIGKILL)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
-
-
 @pytest.mark.slow
 def test_killed_engines_and_reward_workers_change_nothing(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -269,45 +242,6 @@ def test_killed_engines_and_reward_workers_change_nothing(
     assert (status["state"], status["step"], status["restarts"]) == ("finished", 12, 4)
     assert {engine["version"] for engine in status["engines"].values()} <= set(range(12))
     assert status["lag_counts"] == {"0": 16, "1": 11 * 16}
-
-
-def descendants(pid: int) -> set[int]:
-    """A process and all that it, or what it started, has started."""
-    parents = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # the name in brackets may hold spaces; the parent is the second field after it
-            parents[int(process.name)] = int(
-                (process / "stat").read_text().rpartition(")")[2].split()[1]
-            )
-    found, size = {pid}, 0
-    while len(found) > size:
-        size = len(found)
-        found |= {child for child, parent in parents.items() if parent in found}
-    return found
-
-
-def listening(pids: set[int]) -> set[tuple[int, str]]:
-    """Process and address of each TCP socket that some processes listen on."""
-    inodes: dict[str, str] = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                inodes[f"socket:[{fields[9]}]"] = fields[1].rpartition(":")[0]
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for file in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    target = os.readlink(file)
-                    if target in inodes:
-                        found.add((pid, inodes[target]))
-    return found
-
-
-LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
-"""127.0.0.1, the same as an IPv6 address, and ::1, as the kernel writes them"""
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tests.test_cluster import LOOPBACK, assert_same, descendants, listening
+from tests.support.processes import LOOPBACK, command_line, descendants, listening
+from tests.test_cluster import assert_same
 
 import trustbatch
 from trustbatch.cluster.interface import interface_of
@@ -99,13 +100,9 @@ def head(
 
 
 def raylets(pid: int) -> list[int]:
-    found = []
-    for each in descendants(pid):
-        with contextlib.suppress(OSError):
-            command = Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")[0]
-            if command.endswith(b"/raylet"):
-                found.append(each)
-    return found
+    return [
+        each for each in descendants(pid) if command_line(each).split(b"\0")[0].endswith(b"/raylet")
+    ]
 
 
 def train(

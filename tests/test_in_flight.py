@@ -1,12 +1,7 @@
 """In-flight updates: a completion may span versions, and each of its tokens knows its own."""
 
-import contextlib
 import json
-import os
 import shutil
-import signal
-import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.processes import kill_meanwhile
 from tests.training_cases import make_trainer, policy_logp
 from torch import Tensor
 
@@ -28,7 +24,6 @@ from trustbatch.lag_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG, val
 from trustbatch.loop_state import LoopState
 from trustbatch.loops.async_loop import refuse_too_old
 from trustbatch.observe.rollout_metrics import rollout_metrics
-from trustbatch.observe.run_folder import read_metrics
 from trustbatch.policy import Policy
 from trustbatch.rollout import native_engine
 from trustbatch.rollout.canary_reference import CanaryNotes
@@ -401,25 +396,6 @@ def own_ray() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def kill_an_engine(folder: Path, *, after_step: int) -> threading.Thread:
-    """Kill the first engine found once so many steps are written down."""
-
-    def work() -> None:
-        deadline = time.monotonic() + 300
-        while len(read_metrics(folder)) < after_step:
-            assert time.monotonic() < deadline, f"step {after_step} is never done"
-            time.sleep(0.01)
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # processes of others end at any time
-                if (process / "cmdline").read_bytes().startswith(b"ray::EngineActor"):
-                    os.kill(int(process.name), signal.SIGKILL)
-                    return
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 def test_a_version_that_fails_its_canary_in_flight_draws_nothing(
@@ -507,7 +483,7 @@ def test_a_run_spans_versions_within_the_bound_and_resumes(
         },
         "cluster": {"engines": 2, "reward_workers": 0, "max_lag": max_lag, "in_flight": True},
     }
-    killer = kill_an_engine(tmp_path / "run", after_step=2)
+    killer = kill_meanwhile(tmp_path / "run", [(2, "EngineActor", 1)])
     result = trustbatch.train(**settings)
     killer.join()
     assert result.metrics[-1]["cluster/engine_restarts"] == 1

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tests.test_cluster import descendants
+from tests.support.processes import command_line, descendants
 
 from trustbatch.api import train_config
 from trustbatch.config import parse_config
@@ -64,7 +64,7 @@ def test_engines_with_vllm_draw_beside_the_trainer_and_survive_kills(
     assert len(checked) >= 3
     assert max(checked) < 1e-3
     deadline = time.monotonic() + 60.0
-    while any(b"vllm_server" in command(pid) for pid in descendants(os.getpid())):
+    while any(b"vllm_server" in command_line(pid) for pid in descendants(os.getpid())):
         assert time.monotonic() < deadline, "vLLM outlives the engine that started it"
         time.sleep(0.1)
 
@@ -74,15 +74,8 @@ def kill_meanwhile(run: Path, killed: list[list[bytes]]) -> None:
     for step, kind in ((1, b"vllm_server"), (3, b"ray::EngineActor")):
         while not run.is_dir() or len(read_metrics(run)) < step:
             time.sleep(0.02)
-        commands = {pid: command(pid) for pid in descendants(os.getpid())}
+        commands = {pid: command_line(pid) for pid in descendants(os.getpid())}
         found = {pid: each for pid, each in commands.items() if kind in each}
         for pid in found:
             os.kill(pid, signal.SIGKILL)
         killed.append(list(found.values()))
-
-
-def command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_cluster import LOOPBACK, assert_same, kill_meanwhile, listening, run
+from tests.support.processes import LOOPBACK, kill_meanwhile, listening
+from tests.test_cluster import assert_same, run
 from torch import Tensor
 
 from trustbatch.cluster.ray_runtime import joined_ray
