@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from rollout_gpu import make_model, make_prompts
 
-from trustbatch.policy import Policy
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.models.policy import Policy
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.types import GenerationRequest, SamplingParams
 
 SAMPLINGS = {"T = 1": {}, "T = 1.2": {"temperature": 1.2}, "top-p 0.95": {"top_p": 0.95}}

@@ -3,7 +3,7 @@
     pip install -e ".[bench]"
     python benchmarks/cpu_step.py
 
-Both frameworks get the same checkpoint, prompts, rewards, batch, completion length, optimiser and
+Both frameworks get the same checkpoint, prompts, rewards, batch, completion length, optimizer and
 threads. Each run is a process of its own, and the two take turns, so that neither disturbs the
 other and a slow minute of the machine hits both. See benchmarks/README.md for what is compared.
 """
@@ -31,10 +31,10 @@ from transformers.utils import logging
 
 from trustbatch.config import parse_config
 from trustbatch.loops.sync import train_sync
+from trustbatch.models.tiny import PAD_TOKEN, TINY_VOCABULARY, build_model, build_tokenizer
 from trustbatch.observe.progress import Progress
 from trustbatch.session import open_session
 from trustbatch.tasks.arithmetic import Arithmetic
-from trustbatch.tiny import PAD_TOKEN, TINY_VOCABULARY, build_model, build_tokenizer
 from trustbatch.types import Prompt
 
 FRAMEWORKS = ("trustbatch", "trl")
@@ -316,7 +316,7 @@ def trl_settings(work: Workload) -> dict[str, Any]:
         "bf16": False,
         "model_init_kwargs": {"dtype": "float32"},
         "max_steps": work.total_steps,
-        # one generation of the whole batch, then one optimiser step on it
+        # one generation of the whole batch, then one optimizer step on it
         "per_device_train_batch_size": work.sequences,
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 1,
@@ -429,12 +429,12 @@ def compare(size: str, max_tokens: int, arguments: argparse.Namespace) -> dict[s
         "size": size,
         "max_tokens": max_tokens,
         "parameters": parameters,
-        **summarise(rounds),
+        **summarize(rounds),
         "rounds": rounds,
     }
 
 
-def summarise(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+def summarize(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """Return medians over all timed steps of each framework, and ratios of the medians."""
     medians = {
         framework: {

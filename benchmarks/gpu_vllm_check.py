@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from trustbatch.config import VllmConfig
-from trustbatch.policy import Policy
-from trustbatch.rollout.parcels import SharedMemorySender
+from trustbatch.models.policy import Policy
+from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.rollout.sampling import sampling_logprobs
-from trustbatch.rollout.vllm_engine import VllmEngine
-from trustbatch.tiny import build_model, build_tokenizer
+from trustbatch.rollout.vllm.engine import VllmEngine
 from trustbatch.types import Completion, GenerationRequest, SamplingParams
+from trustbatch.weight_sync.weight_chunks import SharedMemorySender
 
 ON_GPU = torch.cuda.is_available()
 PROMPT_TOKENS = 40
@@ -116,7 +116,7 @@ def mismatch(
         sampling = replace(request.sampling, **ANCHOR) if anchor else request.sampling
         logp = sampling_logprobs(logits[0, :-1], sampling).cpu()
         ours = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        recorded = completion.anchor_logp if anchor else completion.behaviour_logp
+        recorded = completion.anchor_logp if anchor else completion.behavior_logp
         assert recorded is not None, "the request asked for it"
         differences.append((ours - recorded).double())
     policy.precision = before
@@ -284,7 +284,7 @@ def throughput(policy: Policy, report: Report, **options: Any) -> None:
     """Time 512 completions of 512 tokens at T = 1.2, without and with the 16 most likely tokens."""
     anchor = options.get("anchor_temperature")
     how = {"temperature": 1.2, "anchor_temperature": anchor}
-    engine = start(policy, report, gpu_memory_utilisation=0.6, top_logprobs=16, **options)
+    engine = start(policy, report, gpu_memory_utilization=0.6, top_logprobs=16, **options)
     shape = {"prompts": 64, "samples": 8, "tokens": 512 if ON_GPU else 64}
     engine.generate(requests(policy, prompts=64, samples=1, tokens=16, top_logprobs=16, **how))
     for num_top in (0, 16) if ON_GPU else (0, 16, 0, 16):

@@ -67,9 +67,9 @@ Case = Callable[[Inputs], Outputs]
 def plain(inputs: Inputs) -> Outputs:
     """Logits in bfloat16, then everything in float32."""
     logits = (inputs.hidden @ inputs.weight.T).float()
-    normaliser = logits.logsumexp(-1)
-    logp = logits.gather(-1, inputs.token_ids[:, None]).squeeze(-1) - normaliser
-    return logp, normaliser - ((logits - normaliser[:, None]).exp() * logits).sum(-1)
+    normalizer = logits.logsumexp(-1)
+    logp = logits.gather(-1, inputs.token_ids[:, None]).squeeze(-1) - normalizer
+    return logp, normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
 
 
 def plain_logp(inputs: Inputs) -> Outputs:

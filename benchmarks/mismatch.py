@@ -13,8 +13,8 @@ from trustbatch.config import Config, load_config
 from trustbatch.doctor.examine import examine
 from trustbatch.doctor.forwards import in_precision
 from trustbatch.doctor.verdict import judge
-from trustbatch.policy import Policy
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.models.policy import Policy
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.session import configured_task, load_policy
 from trustbatch.types import Completion, GenerationRequest
 

@@ -36,7 +36,7 @@ def measure(options: argparse.Namespace, engine: str, *, beside: bool, folder: P
     how = ["--cluster.engines=1", "--cluster.max_lag=1"] if beside else ["--rollout.lag=1"]
     overrides = [
         f"--rollout.engine={engine}",
-        *(["--rollout.vllm.gpu_memory_utilisation=0.4"] if engine == "vllm" else []),
+        *(["--rollout.vllm.gpu_memory_utilization=0.4"] if engine == "vllm" else []),
         *how,
         f"--training.steps={options.steps}",
         f"--run.folder={folder}",

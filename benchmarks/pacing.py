@@ -14,7 +14,7 @@ from typing import Any
 from trustbatch.api import train_config
 from trustbatch.config import parse_config
 from trustbatch.loops import draw
-from trustbatch.tiny import build_model, build_tokenizer
+from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.training.trainer import Trainer
 
 

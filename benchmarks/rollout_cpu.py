@@ -43,8 +43,8 @@ class Native:
     """The native engine."""
 
     def __init__(self, folder: str, top_logprobs: int) -> None:
-        from trustbatch.policy import Policy
-        from trustbatch.rollout.native_engine import NativeEngine
+        from trustbatch.models.policy import Policy
+        from trustbatch.rollout.native.engine import NativeEngine
         from trustbatch.types import GenerationRequest, Prompt, SamplingParams
 
         policy = Policy.load(folder, device="cpu").freeze()
@@ -188,7 +188,7 @@ def main() -> None:
         return
     folder = options.model
     if not Path(folder).is_dir():
-        from trustbatch.policy import Policy
+        from trustbatch.models.policy import Policy
 
         folder = "runs/benchmark-model"
         Policy.load(options.model, device="cpu").save(Path(folder))

@@ -28,7 +28,7 @@ def make_model(folder: Path) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from trustbatch.tiny import build_tokenizer
+    from trustbatch.models.tiny import build_tokenizer
 
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -60,8 +60,8 @@ def run_native(engine: str, folder: Path, requests: int, tokens: int, profile: b
     """Time the native engine; returns the seconds of each generation."""
     import torch
 
-    from trustbatch.policy import Policy
-    from trustbatch.rollout.native_engine import NativeEngine
+    from trustbatch.models.policy import Policy
+    from trustbatch.rollout.native.engine import NativeEngine
     from trustbatch.types import GenerationRequest, SamplingParams
 
     policy = Policy.load(str(folder)).freeze()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-COLOURS = ("#8a8a8a", "#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e")
+COLORS = ("#8a8a8a", "#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e")
 WIDTH, HEIGHT, GAP, LEFT, TOP = 400, 240, 70, 60, 40
 ROW = 20
 
@@ -43,7 +43,7 @@ def draw_chart(panels: Sequence[Panel], marks: Sequence[str], axis: str, caption
     for number, name in enumerate(names):
         y = legend + ROW * number
         parts.append(
-            f'<line x1="{LEFT}" y1="{y}" x2="{LEFT + 30}" y2="{y}" stroke="{COLOURS[number]}" '
+            f'<line x1="{LEFT}" y1="{y}" x2="{LEFT + 30}" y2="{y}" stroke="{COLORS[number]}" '
             f'stroke-width="2"/><text x="{LEFT + 38}" y="{y + 4}">{escape(name)}</text>'
         )
     parts.append(
@@ -80,13 +80,12 @@ def _panel(panel: Panel, marks: Sequence[str], axis: str, *, left: int) -> list[
         f'<text x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 36}" text-anchor="middle">'
         f"{escape(axis)}</text>"
     )
-    for line, colour in zip(panel.lines, COLOURS, strict=False):
+    for line, color in zip(panel.lines, COLORS, strict=False):
         points = [(left + across * at, y(value)) for at, value in enumerate(line.values)]
         path = " ".join(f"{x:.1f},{height:.1f}" for x, height in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         parts += [
-            f'<circle cx="{x:.1f}" cy="{height:.1f}" r="3" fill="{colour}"/>'
-            for x, height in points
+            f'<circle cx="{x:.1f}" cy="{height:.1f}" r="3" fill="{color}"/>' for x, height in points
         ]
     return parts
 

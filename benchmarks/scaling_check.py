@@ -110,8 +110,8 @@ def check_engine(model: str, *, rounds: int = 3) -> None:
     """Compare a chunk of unequal lengths with what equal lengths say of it."""
     import torch
 
-    from trustbatch.policy import Policy
-    from trustbatch.rollout.native_engine import NativeEngine
+    from trustbatch.models.policy import Policy
+    from trustbatch.rollout.native.engine import NativeEngine
     from trustbatch.types import GenerationRequest, SamplingParams
 
     torch.set_num_threads(1)  # then the process's seconds are those of a machine to itself

@@ -348,7 +348,7 @@ def trl_settings(work: Workload, folder: str) -> dict[str, Any]:
         "bf16": has_gpu,
         "model_init_kwargs": {"dtype": "float32"},
         "max_steps": work.total_steps,
-        # one generation of all completions, then one optimiser step on them
+        # one generation of all completions, then one optimizer step on them
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": work.sequences // batch,
         "steps_per_generation": work.sequences // batch,
@@ -421,7 +421,7 @@ def describe_line(line: Mapping[str, Any]) -> str:
     return json.dumps(line)
 
 
-def summarise(lines: Sequence[Mapping[str, Any]], frameworks: Sequence[str]) -> dict[str, Any]:
+def summarize(lines: Sequence[Mapping[str, Any]], frameworks: Sequence[str]) -> dict[str, Any]:
     """Return medians of the timed steps, peaks, and ratios to the first framework."""
     summary: dict[str, Any] = {}
     for framework in frameworks:
@@ -582,7 +582,7 @@ def main() -> None:
     for work in works:
         results.add({"start_of": work.framework, "work": asdict(work)})
         measure(work, deadline)
-    summary = summarise(results.read(), arguments.frameworks)
+    summary = summarize(results.read(), arguments.frameworks)
     results.add({"summary": summary})
     print_summary(summary, arguments.frameworks[0])
     print(f"written: {arguments.output}")

@@ -1,8 +1,8 @@
-"""Tokens per second and model FLOPs utilisation (MFU) of the trainer alone, on one GPU.
+"""Tokens per second and model FLOPs utilization (MFU) of the trainer alone, on one GPU.
 
     python benchmarks/train_gpu.py [--shapes 0.6b,1.7b,4b] [--lengths 4096,16384]
 
-`Trainer.train` on sequences of one length (a short prompt, random tokens; one optimiser step on
+`Trainer.train` on sequences of one length (a short prompt, random tokens; one optimizer step on
 65,536 tokens) of Qwen3's shapes with random weights: with P3O, which needs a pass without gradient
 for its totals, and with GRPO, which does not. The trainer is the one that a run with the same
 configuration has. Each shape and length has a process of its own. Results are JSON lines in
@@ -20,7 +20,7 @@ masked; n / 2 is a position's mean context. The embedding table is looked up, no
 LoRA a frozen parameter counts 4 and not 6, since it has no gradient of its own; an adapter's has 6.
 
 What is computed more than once, P3O's pre-pass above all, costs time and is no model FLOP. The
-hardware utilisation counts it: a third of the model FLOPs of full training for the pre-pass where
+hardware utilization counts it: a third of the model FLOPs of full training for the pre-pass where
 there are several micro-batches, and the layers' forward pass where gradient checkpointing repeats
 it. Neither counts logits that the loss computes again, nor elementwise work.
 """
@@ -86,7 +86,7 @@ class Case:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in an optimiser step."""
+        """Sequences in an optimizer step."""
         return max(self.tokens_per_step // self.length, 1)
 
     @property
@@ -129,7 +129,7 @@ def run_case(case: Case) -> None:
 
 def forget_memory(session: Session) -> None:
     """Give back what an objective before has left, so that the peak is the next one's own."""
-    session.trainer.optimiser.zero_grad(set_to_none=True)
+    session.trainer.optimizer.zero_grad(set_to_none=True)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -177,9 +177,9 @@ def make_sequences(case: Case) -> list[TrainSequence]:
                 prompt_id=str(number),
                 sample=0,
                 token_ids=random_tokens(num_response),
-                behaviour_logp=uniform.expand(num_response).clone(),
+                behavior_logp=uniform.expand(num_response).clone(),
                 top_token_ids=random_tokens(num_response, TOP_TOKENS),
-                behaviour_top_logp=uniform.expand(num_response, TOP_TOKENS).clone(),
+                behavior_top_logp=uniform.expand(num_response, TOP_TOKENS).clone(),
                 finish_reason=FinishReason.LENGTH,
                 provenance=Provenance(
                     policy="uniform",
@@ -200,7 +200,7 @@ def make_sequences(case: Case) -> list[TrainSequence]:
 
 
 def time_steps(case: Case, session: Session, sequences: Sequence[TrainSequence]) -> list[float]:
-    """Return the seconds of each optimiser step after the warm-up."""
+    """Return the seconds of each optimizer step after the warm-up."""
     seconds = []
     for number in range(case.warm_up + case.steps):
         start = time.perf_counter()
@@ -210,7 +210,7 @@ def time_steps(case: Case, session: Session, sequences: Sequence[TrainSequence])
         elapsed = time.perf_counter() - start
         sys.stderr.write(f"{case.name} step {number + 1}: {elapsed:.3f} s\n")
         if metrics["steps/skipped"]:
-            raise SystemExit("An optimiser step was skipped: its time would not count.")
+            raise SystemExit("An optimizer step was skipped: its time would not count.")
         if number >= case.warm_up:
             seconds.append(elapsed)
     return seconds
@@ -219,7 +219,7 @@ def time_steps(case: Case, session: Session, sequences: Sequence[TrainSequence])
 def describe_result(
     case: Case, session: Session, objective: str, seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """Return tokens per second and utilisation, with all that they depend on."""
+    """Return tokens per second and utilization, with all that they depend on."""
     median = statistics.median(seconds)
     flops = count_flops(case, session)
     num_tokens = case.num_sequences * case.length
@@ -234,13 +234,13 @@ def describe_result(
         "tokens_per_second": num_tokens / median,
         "flops": asdict(flops),
         "mfu": flops.model / median / case.peak_flops,
-        "hardware_utilisation": flops.all / median / case.peak_flops,
+        "hardware_utilization": flops.all / median / case.peak_flops,
     }
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Floating-point operations of one optimiser step."""
+    """Floating-point operations of one optimizer step."""
 
     model: float
     pre_pass: float
@@ -305,7 +305,7 @@ def estimated_gib(config: Config) -> float:
 def profile_step(
     case: Case, session: Session, sequences: Sequence[TrainSequence], objective: str
 ) -> None:
-    """Write which kernels an optimiser step spends its time in, beside the results."""
+    """Write which kernels an optimizer step spends its time in, beside the results."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -389,7 +389,7 @@ def cells(line: Mapping[str, Any]) -> list[str]:
         f"{line['tokens_per_second']:,.0f}",
         f"{statistics.median(line['seconds']):.3f}",
         f"{line['mfu']:.1%}",
-        f"{line['hardware_utilisation']:.1%}",
+        f"{line['hardware_utilization']:.1%}",
         *["-" if gib is None else f"{gib:.1f}" for gib in (*peaks, memory["estimated_gib"])],
     ]
 

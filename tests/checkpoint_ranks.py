@@ -15,23 +15,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-from trustbatch.config import TrainingConfig
-from trustbatch.loop_state import LoopState
-from trustbatch.objectives import build_objective
-from trustbatch.policy import Policy
-from trustbatch.training.checkpoint import (
+from trustbatch.checkpoints.load import (
     newest_checkpoint,
-    optimiser_state_of,
+    optimizer_state_of,
     restore,
     weights_of,
 )
-from trustbatch.training.checkpointer import Checkpointer
+from trustbatch.checkpoints.loop_state import LoopState
+from trustbatch.checkpoints.save import Checkpointer
+from trustbatch.config import TrainingConfig
+from trustbatch.models.policy import Policy
+from trustbatch.objectives import build_objective
 from trustbatch.training.trainer import Trainer
 
 START_SECONDS = 120
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
-    ["torch.distributed.fsdp", "trustbatch.training.checkpointer", "transformers"]
+    ["torch.distributed.fsdp", "trustbatch.checkpoints.save", "transformers"]
 )
 
 
@@ -96,17 +96,17 @@ def take_step(trainer: Trainer, step: int) -> None:
     rows = rows.to(trainer.policy.device)
     logits = trainer.policy.model(input_ids=rows, use_cache=False).logits
     cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
-    for group in trainer.optimiser.param_groups:
+    for group in trainer.optimizer.param_groups:
         # torchao wants its own tensor changed
         group["lr"] = group["lr"].fill_(1e-3) if isinstance(group["lr"], Tensor) else 1e-3
-    trainer.optimiser.step()
-    trainer.optimiser.zero_grad(set_to_none=True)
-    trainer.num_optimiser_steps += 1
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.num_optimizer_steps += 1
 
 
 def whole_state(trainer: Trainer) -> dict[str, Tensor]:
-    """Return copies of weights and optimiser state, put together from all ranks."""
-    tensors = weights_of(trainer.policy) | optimiser_state_of(trainer)
+    """Return copies of weights and optimizer state, put together from all ranks."""
+    tensors = weights_of(trainer.policy) | optimizer_state_of(trainer)
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
         for name, tensor in tensors.items()
@@ -138,7 +138,7 @@ def load_and_go_on(model: Path, folder: Path, output: Path) -> None:
     checkpoint = newest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
     assert restore(checkpoint, trainer).step == 2
-    assert trainer.num_optimiser_steps == 2
+    assert trainer.num_optimizer_steps == 2
     write_state(trainer, output / "state-2.safetensors")
     for step in (3, 4):
         take_step(trainer, step)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from trustbatch.policy import Policy
-from trustbatch.tiny import build_model, build_tokenizer
+from trustbatch.models.policy import Policy
+from trustbatch.models.tiny import build_model, build_tokenizer
 
 transformers_logging.disable_progress_bar()
 
@@ -21,7 +21,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(1.5)  # sharper than at initialisation: ratios then differ from 1
+                parameter.mul_(1.5)  # sharper than at initialization: ratios then differ from 1
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

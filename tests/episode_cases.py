@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.types import Prompt, Role, RolloutGroup, SamplingParams, Turn
 
 PROMPTS = ("12+34=", "9=", "55+44=")

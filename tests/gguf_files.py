@@ -1,6 +1,6 @@
 """Small GGUF files, written with the package gguf from models with known weights.
 
-The blocks are quantised and de-quantised here by their definition, one number at a time, so that
+The blocks are quantized and de-quantized here by their definition, one number at a time, so that
 nothing of what is tested is used to test it.
 """
 
@@ -79,13 +79,13 @@ def write_gguf(
     kind: str,
     model: Any,
     *,
-    quantisation: str = "F32",
+    quantization: str = "F32",
     fields: dict[str, Any] | None = None,
     chat: str | None = CHAT,
     leave_out: str = "",
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write the model as llama.cpp would; matrices are stored in the given quantisation."""
+    """Write the model as llama.cpp would; matrices are stored in the given quantization."""
     import gguf
 
     config = model.config
@@ -118,13 +118,13 @@ def write_gguf(
     for name, values in tensors_of(model, kind).items():
         if leave_out and leave_out in name:
             continue
-        if quantisation == "F32" or values.ndim == 1:
+        if quantization == "F32" or values.ndim == 1:
             writer.add_tensor(name, values)
-        elif quantisation == "F16":
+        elif quantization == "F16":
             writer.add_tensor(name, values.astype(np.float16))
         else:
-            stored = {"Q8_0": pack_q8_0, "Q4_1": pack_q4_1}[quantisation](values)
-            raw_type = gguf.GGMLQuantizationType[quantisation]
+            stored = {"Q8_0": pack_q8_0, "Q4_1": pack_q4_1}[quantization](values)
+            raw_type = gguf.GGMLQuantizationType[quantization]
             writer.add_tensor(name, stored, raw_dtype=raw_type)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
@@ -152,7 +152,7 @@ def tensors_of(model: Any, kind: str) -> dict[str, np.ndarray]:
 
 
 def as_pairs(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows i and i + half of each head become neighbours, one row at a time."""
+    """Rows i and i + half of each head become neighbors, one row at a time."""
     size = len(values) // heads
     half = size // 2
     rows = [
@@ -184,14 +184,14 @@ def pack_q4_1(values: np.ndarray) -> np.ndarray:
     return np.frombuffer(bytes(packed), np.uint8).reshape(len(values), -1)
 
 
-def unpack(values: np.ndarray, quantisation: str) -> np.ndarray:
+def unpack(values: np.ndarray, quantization: str) -> np.ndarray:
     """What a reader must find where `values` were stored."""
-    if quantisation == "F32":
+    if quantization == "F32":
         return values
-    if quantisation == "F16":
+    if quantization == "F16":
         return values.astype(np.float16).astype(np.float32)
     numbers = []
-    if quantisation == "Q8_0":
+    if quantization == "Q8_0":
         for block in pack_q8_0(values).reshape(-1, 2 + BLOCK):
             scale = np.float32(block[:2].view(np.float16)[0])
             numbers += [scale * np.float32(step) for step in block[2:].view(np.int8)]

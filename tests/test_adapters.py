@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import trustbatch
 from trustbatch.config import LoraConfig
 from trustbatch.errors import CheckpointError, ConfigError
-from trustbatch.policy import ADAPTER_FOLDER, Policy
-from trustbatch.rollout.canary import Canary
+from trustbatch.models.policy import ADAPTER_FOLDER, Policy
 from trustbatch.rollout.native.decoder import LlamaDecoder
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import build_task
+from trustbatch.training.canary import Canary
 
 peft = pytest.importorskip("peft")
 
@@ -86,7 +86,7 @@ def test_the_native_engine_samples_from_what_is_trained(adapted: Policy) -> None
         engine.load_weights(adapted.named_weights(), version=version)
         canary.check(version)
         drawn = draw_sequences(adapted, engine=engine)
-        recorded = torch.cat([s.completion.behaviour_logp for s in drawn])
+        recorded = torch.cat([s.completion.behavior_logp for s in drawn])
         expected = policy_logp(adapted, drawn)
         torch.testing.assert_close(recorded, expected, rtol=0, atol=1e-5)
 
@@ -172,7 +172,7 @@ def test_a_bfloat16_base(tiny_folder: Path, policy: Policy) -> None:
     # autocast rounds float32 weights to the same numbers
     assert torch.equal(logits(small), logits(plain))
     drawn = draw_sequences(small, engine=NativeEngine(small, seed=3))
-    assert all(torch.isfinite(s.completion.behaviour_logp).all() for s in drawn)
+    assert all(torch.isfinite(s.completion.behavior_logp).all() for s in drawn)
 
 
 def test_a_missing_package_is_a_sentence(
@@ -183,7 +183,7 @@ def test_a_missing_package_is_a_sentence(
         with_adapters(tiny_folder)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(ConfigError, match=r"pip install 'trustbatch\[torchao\]'"):
-        train(policy, [], num_steps=0, optimiser="adamw_8bit")
+        train(policy, [], num_steps=0, optimizer="adamw_8bit")
 
 
 def test_a_copied_policy_has_adapters_of_its_own(adapted: Policy) -> None:

@@ -7,31 +7,31 @@ from hypothesis import strategies as st
 
 from trustbatch.advantages import (
     ADVANTAGES,
-    group_centred,
+    group_centered,
     group_quantile,
-    group_standardised,
+    group_standardized,
     leave_one_out,
 )
 
 
-def test_group_standardised_by_hand() -> None:
+def test_group_standardized_by_hand() -> None:
     # mean 0.25, population std sqrt((3 * 0.25^2 + 0.75^2) / 4) = sqrt(0.1875) = 0.4330127
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
     deviation = math.sqrt(0.1875) + 1e-6
     expected = [[0.75 / deviation] + [-0.25 / deviation] * 3]
     torch.testing.assert_close(
-        group_standardised(rewards), torch.tensor(expected, dtype=torch.float64)
+        group_standardized(rewards), torch.tensor(expected, dtype=torch.float64)
     )
 
 
 def test_epsilon_is_added_to_the_deviation() -> None:
     # mean 1, std 1: A = +-1 / (1 + 1)
-    result = group_standardised(torch.tensor([[0.0, 2.0]]), epsilon=1.0)
+    result = group_standardized(torch.tensor([[0.0, 2.0]]), epsilon=1.0)
     assert result.tolist() == [[-0.5, 0.5]]
 
 
-def test_group_centred_by_hand() -> None:
-    assert group_centred(torch.tensor([[3.0, 1.0], [0.0, 1.0]])).tolist() == [
+def test_group_centered_by_hand() -> None:
+    assert group_centered(torch.tensor([[3.0, 1.0], [0.0, 1.0]])).tolist() == [
         [1.0, -1.0],
         [-0.5, 0.5],
     ]
@@ -113,12 +113,12 @@ def test_rewards_that_are_not_numbers_are_refused(name: str) -> None:
 
 def test_a_reward_that_was_not_given_takes_no_part() -> None:
     nan = math.nan
-    assert group_centred(torch.tensor([[3.0, nan, 1.0]])).tolist()[0][::2] == [1.0, -1.0]
+    assert group_centered(torch.tensor([[3.0, nan, 1.0]])).tolist()[0][::2] == [1.0, -1.0]
     # others' means without the second: 1 and 3
     assert leave_one_out(torch.tensor([[3.0, nan, 1.0]])).tolist()[0][::2] == [2.0, -2.0]
     # mean 1, std 1
     rewards = torch.tensor([[nan, 0.0, 2.0]])
-    assert group_standardised(rewards, epsilon=1.0).tolist()[0][1:] == [-0.5, 0.5]
+    assert group_standardized(rewards, epsilon=1.0).tolist()[0][1:] == [-0.5, 0.5]
     # 0.5 of the two that were given is the lower one; of all three it would be the second
     assert group_quantile(rewards, quantile=0.5, epsilon=1.0).tolist()[0][1:] == [0.0, 1.0]
 

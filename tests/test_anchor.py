@@ -11,10 +11,10 @@ import trustbatch
 from episode_cases import episodes
 from test_native_engine import PROMPTS, make_requests, recomputed
 from trustbatch.batching.micro_batches import micro_batches
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
-from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.rollout.records import group_from_record, group_to_record
 from trustbatch.types import Completion, Prompt, SamplingParams, TrainSequence
 
@@ -38,7 +38,7 @@ def check(policy: Policy, requests: list[Any], completions: list[Completion], at
         sampler = recomputed(policy, request, completion)
         anchor = recomputed(policy, replace(request, sampling=plain), completion)
         for logp, top_logp, expected in (
-            (completion.behaviour_logp, completion.behaviour_top_logp, sampler),
+            (completion.behavior_logp, completion.behavior_top_logp, sampler),
             (completion.anchor_logp, completion.anchor_top_logp, anchor),
         ):
             assert logp is not None
@@ -62,7 +62,7 @@ def test_the_native_engine_records_sampler_and_anchor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if portable:
-        monkeypatch.setattr("trustbatch.rollout.native_engine.read_architecture", lambda _: None)
+        monkeypatch.setattr("trustbatch.rollout.native.engine.read_architecture", lambda _: None)
     settings = {"num_samples": 4, "top_logprobs": 5, **options}
     requests = make_requests(policy, anchor_temperature=anchor_temperature, **settings)
     # few seats: rows enter while others run
@@ -86,8 +86,8 @@ def test_fp8_rollouts_are_anchored_to_the_rounded_model(policy: Policy) -> None:
     )
     exact = NativeEngine(policy, seed=0).generate(make_requests(policy, **options))
     for completion, same, other in zip(drawn, rounded, exact, strict=True):
-        assert torch.equal(completion.anchor_top_logp, same.behaviour_top_logp)
-        assert not torch.equal(completion.anchor_top_logp, other.behaviour_top_logp)
+        assert torch.equal(completion.anchor_top_logp, same.behavior_top_logp)
+        assert not torch.equal(completion.anchor_top_logp, other.behavior_top_logp)
 
 
 @pytest.mark.parametrize("mode", ["processed", "raw"])
@@ -143,7 +143,7 @@ def test_an_episode_keeps_the_anchor_of_every_turn_through_a_record(policy: Poli
             assert len(completion.anchor_logp) == len(completion.token_ids)
             assert completion.anchor_top_logp.shape == (len(completion.token_ids), 3)
             own = completion.of_policy(completion.anchor_logp)
-            assert not torch.equal(own, completion.of_policy(completion.behaviour_logp))
+            assert not torch.equal(own, completion.of_policy(completion.behavior_logp))
             assert torch.equal(completion.anchor_logp, back.anchor_logp)
             assert torch.equal(completion.anchor_top_logp, back.anchor_top_logp)
 
@@ -167,7 +167,7 @@ def test_a_batch_has_the_sampler_where_no_anchor_was_recorded(policy: Policy) ->
     expected = [
         (each.anchor_logp, each.anchor_top_logp)
         if has_anchor
-        else (each.behaviour_logp, each.behaviour_top_logp)
+        else (each.behavior_logp, each.behavior_top_logp)
         for each, has_anchor in zip(longest_first, recorded, strict=True)
     ]
     assert torch.equal(batch.anchor_logp, torch.cat([logp for logp, _ in expected]))

@@ -34,11 +34,11 @@ def test_packed_layout_by_hand() -> None:
     assert batch.index.tolist() == [1, 2, 3]
     assert batch.target.tolist() == [7, 8, 7]
     assert batch.advantage.tolist() == [-1.0, -1.0, 2.0]
-    torch.testing.assert_close(batch.behaviour_logp, torch.tensor([-0.7, -0.8, -0.7]))
+    torch.testing.assert_close(batch.behavior_logp, torch.tensor([-0.7, -0.8, -0.7]))
     assert batch.top_token_ids is not None
-    assert batch.behaviour_top_logp is not None
+    assert batch.behavior_top_logp is not None
     assert batch.top_token_ids.tolist() == [[7, 8], [8, 9], [7, 8]]
-    assert batch.behaviour_top_logp.tolist() == [[-7, -8], [-8, -9], [-7, -8]]
+    assert batch.behavior_top_logp.tolist() == [[-7, -8], [-8, -9], [-7, -8]]
 
 
 def test_padded_layout_by_hand() -> None:
@@ -86,11 +86,11 @@ def test_an_environments_tokens_are_input_alone() -> None:
     assert batch.index.tolist() == [1, 4, 6, 8, 9]
     assert batch.sequence.tolist() == [0, 0, 1, 2, 2]
     assert batch.advantage.tolist() == [2.0, 2.0, 1.0, -1.0, -1.0]
-    torch.testing.assert_close(batch.behaviour_logp, -batch.target / 10)
+    torch.testing.assert_close(batch.behavior_logp, -batch.target / 10)
     assert batch.top_token_ids is not None
-    assert batch.behaviour_top_logp is not None
+    assert batch.behavior_top_logp is not None
     assert batch.top_token_ids[:, 0].tolist() == batch.target.tolist()
-    assert batch.behaviour_top_logp[:, 0].tolist() == (-batch.target).tolist()
+    assert batch.behavior_top_logp[:, 0].tolist() == (-batch.target).tolist()
     assert len(batch.policies) == 3
 
 
@@ -138,7 +138,7 @@ def flatten(batches: list[MicroBatch]) -> list[tuple[float, list[int], list[int]
                     float(batch.advantage[own][0]),
                     inputs[batch.index[own]].tolist(),
                     batch.target[own].tolist(),
-                    batch.behaviour_logp[own].tolist(),
+                    batch.behavior_logp[own].tolist(),
                 )
             )
     return sorted(found)
@@ -193,7 +193,7 @@ def test_any_division_loses_nothing_and_keeps_to_the_budget(
                 torch.tensor([s.prompt_token_ids[-1], *s.completion.token_ids[:-1].tolist()])
             ).tolist(),
             s.completion.of_policy(s.completion.token_ids).tolist(),
-            s.completion.of_policy(s.completion.behaviour_logp).tolist(),
+            s.completion.of_policy(s.completion.behavior_logp).tolist(),
         )
         for s in sequences
     ]
@@ -257,7 +257,7 @@ def test_top_tokens_are_left_out_unless_all_sequences_have_them() -> None:
     for max_tokens in (100, 1):
         for batch in batches_of([with_top, without], max_tokens=max_tokens):
             assert batch.top_token_ids is None
-            assert batch.behaviour_top_logp is None
+            assert batch.behavior_top_logp is None
             assert batch.to(torch.device("cpu")).top_token_ids is None
 
 

@@ -15,14 +15,14 @@ import trustbatch
 from trustbatch.config import parse_config
 from trustbatch.errors import CanaryError
 from trustbatch.loops.sync import train_sync
+from trustbatch.models.policy import Policy
 from trustbatch.observe.progress import Progress
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.policy import Policy
-from trustbatch.rollout.canary import NUM_PROMPTS, TOLERANCES, WIDEST, Canary, _tolerance
-from trustbatch.rollout.canary_reference import CanaryNotes
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.session import Session, open_session
 from trustbatch.tasks import build_task
+from trustbatch.training.canary import NUM_PROMPTS, TOLERANCES, WIDEST, Canary, _tolerance
+from trustbatch.training.canary_reference import CanaryNotes
 from trustbatch.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 

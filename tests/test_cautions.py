@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from trustbatch.cautions import cautions
 from trustbatch.config import parse_config
+from trustbatch.config.cautions import cautions
 from trustbatch.objectives import TokenBatch, build_objective
 
 
@@ -83,7 +83,7 @@ def test_a_clip_moves_the_entropy_of_rewards_that_say_nothing(
             for token in range(len(logits)):  # one at a time: each weighs as often as it is drawn
                 batch = TokenBatch(
                     logp=logp[token : token + 1],
-                    behaviour_logp=drawn_from.log()[token : token + 1],
+                    behavior_logp=drawn_from.log()[token : token + 1],
                     advantage=torch.tensor([advantage], dtype=torch.float64),
                     sequence=torch.tensor([0]),
                 )
@@ -109,7 +109,7 @@ def test_a_clip_of_sequences_silences_the_wrong_ones(temperature: float) -> None
     wrong = (torch.arange(64) % 2 == 0).repeat_interleave(400)
     batch = TokenBatch(
         logp=logp,
-        behaviour_logp=drawn_from.log()[tokens],
+        behavior_logp=drawn_from.log()[tokens],
         advantage=torch.where(wrong, -1.0, 1.0).double(),
         sequence=torch.arange(64).repeat_interleave(400),
     )

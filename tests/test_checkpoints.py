@@ -14,17 +14,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint_ranks as ranks
-from trustbatch.errors import CheckpointError
-from trustbatch.loop_state import LoopState
-from trustbatch.tiny import build_tokenizer
-from trustbatch.training.checkpoint import (
+from trustbatch.checkpoints.load import (
     list_checkpoints,
     newest_checkpoint,
-    optimiser_state_of,
+    optimizer_state_of,
     restore,
 )
-from trustbatch.training.checkpointer import Checkpointer
-from trustbatch.training.shards import is_plain
+from trustbatch.checkpoints.loop_state import LoopState
+from trustbatch.checkpoints.save import Checkpointer
+from trustbatch.checkpoints.shards import is_plain
+from trustbatch.errors import CheckpointError
+from trustbatch.models.tiny import build_tokenizer
 
 NO_GROUP = 0
 
@@ -128,7 +128,7 @@ def test_training_goes_on_while_the_state_of_before_is_written(
     assert_same(ranks.whole_state(again), before)
 
 
-def test_what_is_not_trained_has_no_optimiser_state(tiny_folder: Path, tmp_path: Path) -> None:
+def test_what_is_not_trained_has_no_optimizer_state(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = ranks.make_trainer(tiny_folder, frozen="mlp")
     checkpoint = save(tmp_path, trainer, 1)
     again = ranks.make_trainer(tiny_folder, frozen="mlp")
@@ -141,19 +141,19 @@ def test_what_is_not_trained_has_no_optimiser_state(tiny_folder: Path, tmp_path:
     assert_same(ranks.whole_state(again), ranks.whole_state(trainer))
 
 
-def test_quantised_optimiser_states_come_back(tiny_folder: Path, tmp_path: Path) -> None:
+def test_quantized_optimizer_states_come_back(tiny_folder: Path, tmp_path: Path) -> None:
     optim = pytest.importorskip("torchao.optim")
     first, again = (ranks.make_trainer(tiny_folder) for _ in range(2))
     for trainer in (first, again):
-        trainer.optimiser = optim.AdamW8bit(trainer.policy.model.parameters())
+        trainer.optimizer = optim.AdamW8bit(trainer.policy.model.parameters())
     with torch.compiler.set_stance("force_eager"):
         restore(save(tmp_path, first, 1), again)
-    states = [optimiser_state_of(trainer) for trainer in (first, again)]
+    states = [optimizer_state_of(trainer) for trainer in (first, again)]
     assert states[0].keys() == states[1].keys()
     assert any(not is_plain(tensor) for tensor in states[0].values())
     for before, after in zip(*(state.values() for state in states), strict=True):
         assert type(before) is type(after)
-        # quantised again, so up to the distance of neighbouring codes
+        # quantized again, so up to the distance of neighboring codes
         largest = float(before.dequantize().abs().max()) if not is_plain(before) else 0.0
         torch.testing.assert_close(
             *(tensor if is_plain(tensor) else tensor.dequantize() for tensor in (before, after)),
@@ -162,13 +162,13 @@ def test_quantised_optimiser_states_come_back(tiny_folder: Path, tmp_path: Path)
         )
 
 
-def test_the_state_of_another_optimiser_gives_a_sentence(
+def test_the_state_of_another_optimizer_gives_a_sentence(
     trainer: ranks.Trainer, tiny_folder: Path, tmp_path: Path
 ) -> None:
     checkpoint = save(tmp_path, trainer, 1)
     other = ranks.make_trainer(tiny_folder)
-    other.optimiser = torch.optim.Adagrad(other.policy.model.parameters())  # type: ignore[assignment]
-    with pytest.raises(CheckpointError, match=r"step-1 can't be read .*of another optimiser"):
+    other.optimizer = torch.optim.Adagrad(other.policy.model.parameters())  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match=r"step-1 can't be read .*of another optimizer"):
         restore(checkpoint, other)
 
 
@@ -374,12 +374,12 @@ def test_a_long_wait_is_visible(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("trustbatch.training.checkpointer.SECONDS_BEFORE_LINE", 0.01)
+    monkeypatch.setattr("trustbatch.checkpoints.save.SECONDS_BEFORE_LINE", 0.01)
     checkpointer = Checkpointer(tmp_path, trainer, keep=2)
     may_write = threading.Event()
     checkpointer._pool.submit(may_write.wait)
     checkpointer.save(LoopState(step=1))
     threading.Timer(0.2, may_write.set).start()
-    monkeypatch.setattr("trustbatch.training.checkpointer.SECONDS_BETWEEN_LINES", 0.01)
+    monkeypatch.setattr("trustbatch.checkpoints.save.SECONDS_BETWEEN_LINES", 0.01)
     checkpointer.finish()
     assert "Waiting for checkpoint step-1: writing (0 s)" in capsys.readouterr().err

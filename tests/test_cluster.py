@@ -23,11 +23,11 @@ from trustbatch.api import train_config
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
 from trustbatch.errors import CanaryError, ConfigError, DeadEngineError, EngineError
+from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.policy import Policy
-from trustbatch.rollout.canary_reference import CanaryNotes
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import build_task
+from trustbatch.training.canary_reference import CanaryNotes
 from trustbatch.types import Prompt
 
 if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
@@ -248,7 +248,7 @@ def test_killed_engines_and_reward_workers_change_nothing(
 def test_a_fleet_stops_at_a_false_canary_and_at_deaths_without_end(
     tiny_folder: Path, policy: Policy
 ) -> None:
-    from trustbatch.cluster.fleet import EngineFleet
+    from trustbatch.cluster.engine_pool import EngineFleet
 
     tree = {
         "model": {"name": str(tiny_folder), "device": "cpu"},
@@ -288,7 +288,7 @@ def frail_crew(errors: list[Exception], *, max_restarts: int) -> Any:
     """A crew of one: each actor raises the next error, until there are no more."""
     import ray
 
-    from trustbatch.cluster.crew import Crew
+    from trustbatch.cluster.actor_pool import Crew
 
     class Frail:  # in here, so that Ray takes it along: other processes don't find this module
         def __init__(self, error: Exception | None) -> None:

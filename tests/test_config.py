@@ -29,7 +29,7 @@ def test_defaults_are_the_papers() -> None:
         0.1,
     )
     assert config.policy_temperature == 1.0
-    assert config.advantage.name == "group_standardised"
+    assert config.advantage.name == "group_standardized"
 
 
 def test_p3o_uses_the_engines_top_tokens_unless_told() -> None:
@@ -90,7 +90,7 @@ def test_overrides_beat_the_file(tmp_path: Path) -> None:
         ({"rollout": {"max_tokens": 0}}, "rollout.max_tokens = 0: input should be greater than"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature = 0"),
         ({"rollout": {"samples_per_prompt": 1}}, "draw at least 2 samples a prompt"),
-        ({"advantage": {"name": "group_centred", "epsilon": 1.0}}, "advantage.epsilon"),
+        ({"advantage": {"name": "group_centered", "epsilon": 1.0}}, "advantage.epsilon"),
         ({"advantage": {"quantile": 0.4}}, "advantage.quantile belongs to group_quantile only"),
         (
             {"advantage": {"name": "group_quantile", "quantile": 1.0}},

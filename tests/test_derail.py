@@ -9,15 +9,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trustbatch.cli import main
-from trustbatch.derail.corpus import LONGEST, Author
-from trustbatch.derail.language import ANSWER, DIGITS, EOS, NUM_HELD_OUT, ORDINALS, the_language
-from trustbatch.derail.warm_start import build_tokenizer, warm_start
-from trustbatch.policy import Policy
+from trustbatch.models.derail_base import build_tokenizer, warm_start
+from trustbatch.models.derail_corpus import LONGEST, Author
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.native.architecture import read_architecture
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.studies.tiny_models import make_tiny_model
 from trustbatch.tasks import build_task
+from trustbatch.tasks.derail_language import (
+    ANSWER,
+    DIGITS,
+    EOS,
+    NUM_HELD_OUT,
+    ORDINALS,
+    the_language,
+)
 from trustbatch.types import SamplingParams
 
 STEPS = 3
@@ -159,7 +166,10 @@ def test_a_study_makes_the_model_that_its_name_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[str, int]] = []
-    for module, kind in (("trustbatch.derail.warm_start", "derail"), ("trustbatch.tiny", "tiny")):
+    for module, kind in (
+        ("trustbatch.models.derail_base", "derail"),
+        ("trustbatch.models.tiny", "tiny"),
+    ):
         monkeypatch.setattr(
             f"{module}.warm_start",
             lambda path, *, seed, progress, kind=kind: made.append((kind, seed)),

@@ -19,12 +19,12 @@ from trustbatch.cli import main
 from trustbatch.config import Config, parse_config
 from trustbatch.doctor.examine import Examination, examine
 from trustbatch.doctor.verdict import Status, Verdict, judge
-from trustbatch.packing.layout import PackedLayout
-from trustbatch.policy import Policy
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.models.packing.layout import PackedLayout
+from trustbatch.models.policy import Policy
+from trustbatch.models.tiny import build_tokenizer
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.session import configured_task
-from trustbatch.tiny import build_tokenizer
 from trustbatch.types import Completion, GenerationRequest
 
 
@@ -97,7 +97,7 @@ class Rewriting(NativeEngine):
         completions = super().generate(requests)
         slots = [request for request in requests for _ in range(request.num_samples)]
         return [
-            replace(completion, behaviour_logp=self._evaluate(request, completion))
+            replace(completion, behavior_logp=self._evaluate(request, completion))
             for request, completion in zip(slots, completions, strict=True)
         ]
 
@@ -171,7 +171,7 @@ class Noisy(NativeEngine):
         return [
             c
             if c.provenance.temperature == 1.0
-            else replace(c, behaviour_logp=c.behaviour_logp - torch.rand(len(c.token_ids)))
+            else replace(c, behavior_logp=c.behavior_logp - torch.rand(len(c.token_ids)))
             for c in super().generate(requests)
         ]
 
@@ -263,14 +263,14 @@ def test_raw_logprobs_by_configuration_are_no_fault(model_folder: Path) -> None:
     assert 'Set rollout.logprob_mode = "processed"' in words(verdict)
 
 
-def test_top_p_without_renormalisation_is_named(model_folder: Path) -> None:
+def test_top_p_without_renormalization_is_named(model_folder: Path) -> None:
     policy = load(model_folder)
     engine = Rewriting(policy, seed=0)
     engine.recorded = {"top_p": 1.0}
     config = config_of(model_folder, rollout={"top_p": 0.9})
     verdict, _ = diagnose(config, policy, engine)
     assert found(verdict) == ({"support"}, set())
-    assert "drawn with top_p = 0.9, but the recorded log-probs are not renormalised" in words(
+    assert "drawn with top_p = 0.9, but the recorded log-probs are not renormalized" in words(
         verdict
     )
 
@@ -499,7 +499,7 @@ def test_an_anchor_that_is_the_policy_is_no_finding(
         ),
         (
             {"temperature": 1.2},
-            lambda c: {"anchor_top_logp": c.behaviour_top_logp},
+            lambda c: {"anchor_top_logp": c.behavior_top_logp},
             "fit nothing that was tried",
         ),
     ],

@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 import trustbatch
-from trustbatch.environments.calculator import Calculator
-from trustbatch.environments.guess_number import GuessNumber
-from trustbatch.tiny import build_model, build_tokenizer
+from trustbatch.models.tiny import build_model, build_tokenizer
+from trustbatch.tasks.environments.calculator import Calculator
+from trustbatch.tasks.environments.guess_number import GuessNumber
 
 GUESS = GuessNumber(highest=3, guesses=2, higher="+", lower="-", invitation="{highest}=")
 CALCULATOR = Calculator(digits=1, opening="", closing="=", refusal="-", instruction="{problem}=")
@@ -53,7 +53,7 @@ def teach(folder: Path, example: Callable[[random.Random], Said], *, steps: int,
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
     draw = random.Random(seed)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
         inputs, targets = [], []
         for said in (example(draw) for _ in range(64)):
@@ -65,9 +65,9 @@ def teach(folder: Path, example: Callable[[random.Random], Said], *, steps: int,
         logits = model(input_ids=pad_sequence(inputs, batch_first=True)[:, :-1]).logits
         target = pad_sequence(targets, batch_first=True, padding_value=IGNORED)[:, 1:]
         loss = cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

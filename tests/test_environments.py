@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from trustbatch.environments.base import Environment
-from trustbatch.environments.calculator import Calculator, calculate
-from trustbatch.environments.guess_number import GuessNumber
 from trustbatch.rewards.grading import grade_completion
 from trustbatch.tasks import TASKS, build_task
 from trustbatch.tasks.arithmetic import Arithmetic
+from trustbatch.tasks.environments.base import Environment
+from trustbatch.tasks.environments.calculator import Calculator, calculate
+from trustbatch.tasks.environments.guess_number import GuessNumber
 from trustbatch.types import Prompt, Role, Turn
 
 

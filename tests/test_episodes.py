@@ -15,17 +15,17 @@ import trustbatch
 from trustbatch.batching.samples import to_sequences
 from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError, ReplyError
+from trustbatch.models.policy import Policy
+from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.policy import Policy
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
-from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.rollout.records import group_from_record, group_to_record, readable_record
 from trustbatch.rollout.replies import ReplyEncoder
-from trustbatch.tiny import build_model, build_tokenizer
 from trustbatch.types import (
     Completion,
     FinishReason,
@@ -72,16 +72,16 @@ def test_an_episode_holds_what_was_said_in_order(policy: Policy) -> None:
         assert completion.text == completion.turns[-1].text
         assert completion.num_drawn == sum(lengths[marks].tolist())
         environment = ~completion.drawn
-        assert not completion.behaviour_logp[environment].any()
-        assert completion.behaviour_top_logp is not None
-        assert completion.behaviour_top_logp.shape == (len(completion.token_ids), 4)
+        assert not completion.behavior_logp[environment].any()
+        assert completion.behavior_top_logp is not None
+        assert completion.behavior_top_logp.shape == (len(completion.token_ids), 4)
 
 
 def test_every_turn_was_drawn_after_the_whole_conversation(policy: Policy) -> None:
     """The trainer sees the tokens in one pass, and finds the log-probs that the engine recorded."""
     groups = episodes(policy, temperature=1.0)
     sequences = to_sequences(groups, torch.zeros(6, 4))
-    recorded = torch.cat([s.completion.of_policy(s.completion.behaviour_logp) for s in sequences])
+    recorded = torch.cat([s.completion.of_policy(s.completion.behavior_logp) for s in sequences])
     torch.testing.assert_close(policy_logp(policy, sequences), recorded, rtol=0, atol=2e-5)
 
 
@@ -215,7 +215,7 @@ def test_without_an_answer_nothing_changes(policy: Policy) -> None:
         assert other.turns == ()
         assert one.drawn is None
         assert torch.equal(one.token_ids, other.token_ids)
-        assert torch.equal(one.behaviour_logp, other.behaviour_logp)
+        assert torch.equal(one.behavior_logp, other.behavior_logp)
         assert one.finish_reason == other.finish_reason
 
 
@@ -276,7 +276,7 @@ def test_an_episode_is_drawn_by_one_policy_throughout(policy: Policy, tmp_path: 
             taken = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
             torch.testing.assert_close(
                 completion.of_policy(taken),
-                completion.of_policy(completion.behaviour_logp),
+                completion.of_policy(completion.behavior_logp),
                 rtol=0,
                 atol=2e-5,
             )
@@ -381,8 +381,8 @@ def test_readable_records_count_the_policys_tokens_and_name_the_speakers(policy:
     record = readable_record(group, sample, step=1, advantage=0.0)
     assert record["tokens"] == int(completion.drawn.sum())
     assert record["environment_tokens"] == int((~completion.drawn).sum())
-    assert record["mean_behaviour_logp"] == pytest.approx(
-        float(completion.behaviour_logp[completion.drawn].mean())
+    assert record["mean_behavior_logp"] == pytest.approx(
+        float(completion.behavior_logp[completion.drawn].mean())
     )
     assert [turn["role"] for turn in record["turns"]][:2] == ["policy", "environment"]
     json.dumps(record)

@@ -11,9 +11,9 @@ import torch
 import trustbatch
 from gguf_files import TOKENS, make_model, tensors_of, unpack, write_gguf
 from trustbatch.errors import ConfigError
-from trustbatch.gguf import find_gguf
-from trustbatch.policy import Policy, count_parameters
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.models.gguf import find_gguf
+from trustbatch.models.policy import Policy, count_parameters
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.types import FinishReason, GenerationRequest, Prompt, SamplingParams
 
 needs_gguf = pytest.mark.skipif(
@@ -32,10 +32,10 @@ def llama_file(tmp_path: Path) -> Path:
 
 @needs_gguf
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("quantisation", ["F32", "F16", "Q8_0", "Q4_1"])
-def test_values_are_those_of_the_format(kind: str, quantisation: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["F32", "F16", "Q8_0", "Q4_1"])
+def test_values_are_those_of_the_format(kind: str, quantization: str, tmp_path: Path) -> None:
     original = make_model(kind, tied=False)
-    path = write_gguf(tmp_path / "a.gguf", kind, original, quantisation=quantisation)
+    path = write_gguf(tmp_path / "a.gguf", kind, original, quantization=quantization)
     loaded = Policy.load(str(path)).model
     names = dict(loaded.named_parameters())
     assert all(p.dtype is torch.float32 and p.requires_grad for p in names.values())
@@ -43,7 +43,7 @@ def test_values_are_those_of_the_format(kind: str, quantisation: str, tmp_path: 
     read = tensors_of(loaded, kind)
     assert stored.keys() == read.keys()
     for name, values in stored.items():
-        expected = values if values.ndim == 1 else unpack(values, quantisation)
+        expected = values if values.ndim == 1 else unpack(values, quantization)
         # a product and a sum may be rounded once or twice
         np.testing.assert_allclose(read[name], expected, rtol=1e-6, atol=1e-7)
 

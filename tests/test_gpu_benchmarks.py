@@ -96,7 +96,7 @@ def test_the_step(scripts: Any, model: str, tmp_path: Path) -> None:
     for step in lines[:3]:
         assert step["seconds"] == pytest.approx(step["generate"] + step["train"])
         assert step["details"]["gradient/norm"] > 0
-    summary = scripts.step.summarise(lines, ["trustbatch", "trl"])
+    summary = scripts.step.summarize(lines, ["trustbatch", "trl"])
     assert summary["trustbatch"]["num_timed"] == 2
     scripts.step.print_summary(summary, "trustbatch")
 

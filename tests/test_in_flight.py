@@ -17,23 +17,23 @@ from tests.training_cases import make_trainer, policy_logp
 from torch import Tensor
 
 import trustbatch
+from trustbatch.checkpoints.load import restore
+from trustbatch.checkpoints.loop_state import LoopState
+from trustbatch.checkpoints.save import Checkpointer
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
 from trustbatch.errors import CanaryError, ConfigError, EngineError
-from trustbatch.lag_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG, values_by_lag
-from trustbatch.loop_state import LoopState
 from trustbatch.loops.async_loop import refuse_too_old
+from trustbatch.models.policy import Policy
 from trustbatch.observe.rollout_metrics import rollout_metrics
-from trustbatch.policy import Policy
-from trustbatch.rollout import native_engine
-from trustbatch.rollout.canary_reference import CanaryNotes
 from trustbatch.rollout.episodes import Episode, Reply
+from trustbatch.rollout.native import engine as native_engine
 from trustbatch.rollout.native.cache import CacheFullError
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.records import readable_record
 from trustbatch.rollout.sampling import sample_key, sampling_logprobs, uniforms
-from trustbatch.training.checkpoint import restore
-from trustbatch.training.checkpointer import Checkpointer
+from trustbatch.training.canary_reference import CanaryNotes
+from trustbatch.training.lag_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG, values_by_lag
 from trustbatch.types import (
     Completion,
     FinishReason,
@@ -123,9 +123,9 @@ def assert_each_token_is_its_versions(
             logp = recomputed(offered, request, completion, version)[own]
             token_ids = completion.token_ids[own][:, None]
             expected = logp.gather(-1, token_ids).squeeze(-1)
-            actual = completion.behaviour_logp[own]
+            actual = completion.behavior_logp[own]
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-            top = completion.behaviour_top_logp
+            top = completion.behavior_top_logp
             assert top is not None
             expected_top = logp.sort(-1, descending=True).values[:, : top.shape[1]]
             torch.testing.assert_close(top[own], expected_top, rtol=0, atol=1e-5)
@@ -187,7 +187,7 @@ def test_a_version_goes_on_as_if_it_were_asked_to_continue(
         ]
     )
     assert torch.equal(completion.token_ids[num_old:], rest.token_ids)
-    assert torch.equal(completion.behaviour_logp[num_old:], rest.behaviour_logp)
+    assert torch.equal(completion.behavior_logp[num_old:], rest.behavior_logp)
 
 
 def test_without_an_offer_nothing_changes(policy: Policy) -> None:
@@ -199,7 +199,7 @@ def test_without_an_offer_nothing_changes(policy: Policy) -> None:
     assert engine.offers.num_asked > 20
     for mine, other in zip(actual, expected, strict=True):
         assert mine.versions is None
-        for name in ("token_ids", "behaviour_logp", "top_token_ids", "behaviour_top_logp"):
+        for name in ("token_ids", "behavior_logp", "top_token_ids", "behavior_top_logp"):
             assert torch.equal(getattr(mine, name), getattr(other, name))
 
 
@@ -261,7 +261,7 @@ def test_versions_survive_a_checkpoint(
     assert sum(c.versions is not None for c in saved) > 3
     for mine, other in zip(restored, saved, strict=True):
         assert mine.provenance == other.provenance
-        assert torch.equal(mine.behaviour_logp, other.behaviour_logp)
+        assert torch.equal(mine.behavior_logp, other.behavior_logp)
         if other.versions is None:
             assert mine.versions is None
         else:
@@ -303,7 +303,7 @@ def test_lags_are_those_of_tokens(
     ]
     offered.load(3)
     ratio = policy_logp(policy, sequences).double() - torch.cat(
-        [c.behaviour_logp for c in completions]
+        [c.behavior_logp for c in completions]
     )
     found = values_by_lag(make_trainer(policy).train(sequences, version=3), ONE_MINUS_ESS_BY_LAG)
     of_lag = {lag: ratio[torch.cat(lags) == lag].exp() for lag in (0, 2, 3)}

@@ -9,9 +9,9 @@ from tests.training_cases import draw_sequences, make_trainer, policy_logp
 
 import trustbatch
 from trustbatch.batching.samples import mini_batches
-from trustbatch.lag_metrics import ONE_MINUS_ESS_BY_LAG, values_by_lag
-from trustbatch.policy import Policy
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.models.policy import Policy
+from trustbatch.rollout.native.engine import NativeEngine
+from trustbatch.training.lag_metrics import ONE_MINUS_ESS_BY_LAG, values_by_lag
 from trustbatch.types import Provenance, TrainSequence
 
 VERSION = 5
@@ -48,8 +48,8 @@ def direct(policy: Policy, sequences: list[TrainSequence], lag: int) -> float:
         for s in sequences
         if drawn_by(s).policy == policy.name and VERSION - drawn_by(s).version == lag
     ]
-    behaviour = torch.cat([s.completion.behaviour_logp for s in own]).double()
-    ratio = (policy_logp(policy, own).double() - behaviour).exp()
+    behavior = torch.cat([s.completion.behavior_logp for s in own]).double()
+    ratio = (policy_logp(policy, own).double() - behavior).exp()
     return float(1.0 - ratio.sum() ** 2 / (len(ratio) * ratio.square().sum()))
 
 
@@ -66,7 +66,7 @@ def test_each_lag_has_the_ess_of_its_own_tokens(
     assert found[0] < 1e-9 < 1e-4 < found[1] < found[3]
 
 
-def test_optimiser_steps_are_averaged(policy: Policy, sequences: list[TrainSequence]) -> None:
+def test_optimizer_steps_are_averaged(policy: Policy, sequences: list[TrainSequence]) -> None:
     parts = mini_batches(sequences, 2, seed="0:0:0")
     expected = {lag: [direct(policy, part, lag) for part in parts] for lag in (1, 3)}
     trainer = make_trainer(policy, mini_batches=2, learning_rate=1e-12)

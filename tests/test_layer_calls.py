@@ -13,8 +13,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 
 from trustbatch.errors import ConfigError
-from trustbatch.packing.layout import PackedLayout, Unit
-from trustbatch.policy import Policy
+from trustbatch.models.packing.layout import PackedLayout, Unit
+from trustbatch.models.policy import Policy
 from trustbatch.training.layer_calls import compile_layers, recompute_layers
 from trustbatch.types import TrainSequence
 
@@ -189,12 +189,12 @@ def test_moments_in_8_bits_learn_the_same(policy: Policy, sequences: list[TrainS
     before = policy_logp(policy, sequences)
     train(plain, sequences, num_steps=6, learning_rate=1e-3)
     with torch.compiler.set_stance("force_eager"):  # compiling takes half a minute
-        trainer = train(small, sequences, num_steps=6, learning_rate=1e-3, optimiser="adamw_8bit")
+        trainer = train(small, sequences, num_steps=6, learning_rate=1e-3, optimizer="adamw_8bit")
     moved = [policy_logp(each, sequences) - before for each in (plain, small)]
     assert float(moved[0].abs().mean()) > 0.05
     assert float((moved[1] - moved[0]).abs().mean()) < 0.1 * float(moved[0].abs().mean())
     for name, parameter in small.trained_parameters():
-        state = trainer.optimiser.state[parameter]
+        state = trainer.optimizer.state[parameter]
         is_small = parameter.numel() < 4096 or parameter.numel() % 256 != 0
         for moment in (state["exp_avg"], state["exp_avg_sq"]):
             if is_small:

@@ -345,7 +345,7 @@ def test_without_gradient_nothing_is_kept() -> None:
         assert not logp.requires_grad
         assert not kept
         linear_logprobs(*head.leaves(), head.token_ids, temperature=1.0)
-    # hidden, weight, ids, logp and normaliser
+    # hidden, weight, ids, logp and normalizer
     assert sorted(tuple(part.shape) for part in kept) == [(7,), (7, 1), (7, 1), (7, 6), (300, 6)]
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from shared_data import shared_data
 from trustbatch.errors import RewardError
-from trustbatch.rewards import math_answers
-from trustbatch.rewards.final_answers import final_answer
-from trustbatch.rewards.math_answers import grade_math
-from trustbatch.rewards.math_expression import NotReadable, read
-from trustbatch.rewards.math_values import equal
+from trustbatch.math_grading import math_answers
+from trustbatch.math_grading.expression import NotReadable, read
+from trustbatch.math_grading.final_answers import final_answer
+from trustbatch.math_grading.math_answers import grade_math
+from trustbatch.math_grading.values import equal
 
 PAIRS = Path(__file__).parent / "data" / "grader_pairs.jsonl"
 EVALUATION_FILES = [
@@ -162,7 +162,7 @@ def test_real_answers_equal_themselves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["math500", "deepscaler_preview_31k"])
-def test_real_answers_differ_from_their_neighbours(name: str) -> None:
+def test_real_answers_differ_from_their_neighbors(name: str) -> None:
     """Where the grader calls two of them equal, it does so both ways round."""
     answers = sorted({str(row["answer"]) for row in rows(name)})[:4000]
     for answer, other in itertools.pairwise(answers):

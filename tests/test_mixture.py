@@ -14,14 +14,14 @@ import trustbatch
 from trustbatch.cli import main
 from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
+from trustbatch.models.policy import Policy
+from trustbatch.models.tiny import build_model, build_tokenizer
+from trustbatch.models.vocabulary import speak_the_same_tokens
 from trustbatch.observe.report import write_report
-from trustbatch.policy import Policy
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, division
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.sampling import policy_seed, sampling_logprobs
-from trustbatch.rollout.vocabulary import speak_the_same_tokens
 from trustbatch.session import Session, open_session
-from trustbatch.tiny import build_model, build_tokenizer
 from trustbatch.types import Completion, GenerationRequest, SamplingParams
 
 PROMPTS = ("12+34=", "9=", "55+44=")
@@ -112,7 +112,7 @@ def test_half_of_an_even_group_and_the_whole_of_it_have_no_remainder() -> None:
     "options",
     [{}, {"temperature": 0.7}, {"temperature": 1.4, "top_k": 6, "top_p": 0.8}],
 )
-def test_behaviour_logp_is_the_second_models_own(
+def test_behavior_logp_is_the_second_models_own(
     policy: Policy, other: Policy, options: dict[str, Any]
 ) -> None:
     requests = make_requests(policy, num_samples=6, temperature=1.2)
@@ -131,10 +131,10 @@ def test_behaviour_logp_is_the_second_models_own(
             logits = model.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
         logp = sampling_logprobs(logits, sampling)
         drawn = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        torch.testing.assert_close(completion.behaviour_logp, drawn, rtol=0, atol=1e-5)
+        torch.testing.assert_close(completion.behavior_logp, drawn, rtol=0, atol=1e-5)
         assert completion.top_token_ids is not None
         top = logp.gather(-1, completion.top_token_ids)
-        torch.testing.assert_close(completion.behaviour_top_logp, top, rtol=0, atol=1e-5)
+        torch.testing.assert_close(completion.behavior_top_logp, top, rtol=0, atol=1e-5)
         provenance = completion.provenance
         assert (provenance.temperature, provenance.top_p, provenance.top_k) == (
             sampling.temperature,
@@ -242,7 +242,7 @@ def test_ids_that_the_trained_model_lacks_are_never_drawn(policy: Policy, tmp_pa
             logits = padded.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
         assert logits.shape[-1] == 16
         logp = torch.log_softmax(logits, dim=-1).gather(-1, completion.token_ids[:, None])
-        torch.testing.assert_close(completion.behaviour_logp, logp[:, 0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(completion.behavior_logp, logp[:, 0], rtol=0, atol=1e-5)
 
 
 def test_a_model_smaller_than_its_tokenizer_is_refused(policy: Policy, tmp_path: Path) -> None:

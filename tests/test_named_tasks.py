@@ -20,13 +20,13 @@ from tests.test_tasks import write_rows
 
 from trustbatch.cli import main
 from trustbatch.errors import ConfigError
-from trustbatch.policy import encode_prompt
+from trustbatch.models.policy import encode_prompt
+from trustbatch.models.tiny import build_tokenizer
 from trustbatch.tasks import TASKS, ProblemSet, build_task, fit_task, without_overlap
 from trustbatch.tasks.file import FileTask
 from trustbatch.tasks.overlap import statements_of
 from trustbatch.tasks.problems import ProblemTask
 from trustbatch.tasks.same_problem import words_of
-from trustbatch.tiny import build_tokenizer
 
 FILES = {
     "gsm8k": ("gsm8k_train", 7473),
@@ -70,8 +70,8 @@ def _graders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins where the real graders are not there."""
     import importlib.util
 
-    maths = types.ModuleType("trustbatch.rewards.math_answers")
-    countdown = types.ModuleType("trustbatch.rewards.countdown")
+    math = types.ModuleType("trustbatch.math_grading.math_answers")
+    countdown = types.ModuleType("trustbatch.tasks.countdown_grader")
     compare = FileTask.grade
 
     def grade_math(completion: str, answer: str) -> float:
@@ -86,9 +86,9 @@ def _graders(monkeypatch: pytest.MonkeyPatch) -> None:
         used = sorted(int(n) for n in re.findall(r"\d+", text))
         return float(used == sorted(numbers) and eval(text) == target)
 
-    maths.grade_math = grade_math  # type: ignore[attr-defined]
+    math.grade_math = grade_math  # type: ignore[attr-defined]
     countdown.grade_countdown = grade_countdown  # type: ignore[attr-defined]
-    for module in (maths, countdown):
+    for module in (math, countdown):
         if importlib.util.find_spec(module.__name__) is None:
             monkeypatch.setitem(sys.modules, module.__name__, module)
 

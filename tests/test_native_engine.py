@@ -18,13 +18,13 @@ from transformers import (
 )
 
 from trustbatch.errors import ConfigError, EngineError
-from trustbatch.policy import Policy
-from trustbatch.rollout import native_engine
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.fp8 import round_rows
+from trustbatch.rollout.native import engine as native_engine
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.decoder import LlamaDecoder
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
-from trustbatch.rollout.native_engine import NativeEngine
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.types import Completion, FinishReason, GenerationRequest, SamplingParams
 
@@ -70,7 +70,7 @@ def recomputed(policy: Policy, request: GenerationRequest, completion: Completio
         {"temperature": 1.2, "top_k": 6, "top_p": 0.8},
     ],
 )
-def test_behaviour_logp_is_that_of_the_distribution_drawn_from(
+def test_behavior_logp_is_that_of_the_distribution_drawn_from(
     policy: Policy, options: dict[str, float]
 ) -> None:
     requests = make_requests(policy, num_samples=4, top_logprobs=5, **options)
@@ -78,11 +78,11 @@ def test_behaviour_logp_is_that_of_the_distribution_drawn_from(
     for number, completion in enumerate(completions):
         expected = recomputed(policy, requests[number // 4], completion)
         taken = expected.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        torch.testing.assert_close(completion.behaviour_logp, taken, rtol=0, atol=1e-5)
+        torch.testing.assert_close(completion.behavior_logp, taken, rtol=0, atol=1e-5)
         assert completion.top_token_ids is not None
-        assert completion.behaviour_top_logp is not None
+        assert completion.behavior_top_logp is not None
         top = expected.gather(-1, completion.top_token_ids)
-        torch.testing.assert_close(completion.behaviour_top_logp, top, rtol=0, atol=1e-5)
+        torch.testing.assert_close(completion.behavior_top_logp, top, rtol=0, atol=1e-5)
 
 
 def test_a_sample_does_not_depend_on_its_company(policy: Policy) -> None:
@@ -119,7 +119,7 @@ def test_completions_end_at_a_stop_token_or_at_the_limit(policy: Policy) -> None
         if completion.finish_reason is FinishReason.LENGTH:
             assert len(ids) == 7
         assert "</s>" not in completion.text
-        assert len(completion.behaviour_logp) == len(ids)
+        assert len(completion.behavior_logp) == len(ids)
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
 
 
@@ -189,7 +189,7 @@ def test_a_completion_takes_its_own_tokens_to_another_process(policy: Policy) ->
 
 def test_generation_leaves_no_gradient(policy: Policy) -> None:
     (completion, *_) = NativeEngine(policy, seed=0).generate(make_requests(policy))
-    assert not completion.behaviour_logp.requires_grad
+    assert not completion.behavior_logp.requires_grad
     assert all(parameter.grad is None for parameter in policy.model.parameters())
 
 
@@ -224,10 +224,8 @@ def test_fp8_rollouts_record_the_rounded_distribution(policy: Policy) -> None:
         with rounded_to_e4m3(policy):
             rounded = recomputed(policy, requests[number // 4], completion).gather(-1, taken)
         # two orders of summation can fall on two sides of a rounding: a few tokens differ more
-        torch.testing.assert_close(
-            completion.behaviour_logp, rounded.squeeze(-1), rtol=0, atol=0.02
-        )
-        largest = max(largest, float((completion.behaviour_logp - exact.squeeze(-1)).abs().max()))
+        torch.testing.assert_close(completion.behavior_logp, rounded.squeeze(-1), rtol=0, atol=0.02)
+        largest = max(largest, float((completion.behavior_logp - exact.squeeze(-1)).abs().max()))
         assert completion.provenance.precision == "fp8"
     assert largest > 0.02
 
@@ -240,7 +238,7 @@ def test_bfloat16_rollouts_of_a_float32_policy(policy: Policy) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logp = recomputed(policy, requests[number // 4], completion)
         taken = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        differences.append((completion.behaviour_logp - taken).abs())
+        differences.append((completion.behavior_logp - taken).abs())
     assert 0 < float(torch.cat(differences).max()) < 0.1
 
 
@@ -297,7 +295,7 @@ def test_the_family_is_decoded_as_its_own_forward_pass_says(policy: Policy, name
     for number, completion in enumerate(engine.generate(requests)):
         expected = recomputed(other, requests[number // 3], completion)
         taken = expected.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        torch.testing.assert_close(completion.behaviour_logp, taken, rtol=0, atol=1e-5)
+        torch.testing.assert_close(completion.behavior_logp, taken, rtol=0, atol=1e-5)
 
 
 def changed_qwen2(policy: Policy, **change: object) -> Policy:
@@ -399,7 +397,7 @@ def test_weights_are_read_anew_for_each_generation(policy: Policy) -> None:
     for number, completion in enumerate(engine.generate(requests)):
         expected = recomputed(policy, requests[number // 3], completion)
         taken = expected.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        torch.testing.assert_close(completion.behaviour_logp, taken, rtol=0, atol=1e-5)
+        torch.testing.assert_close(completion.behavior_logp, taken, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

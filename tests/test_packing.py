@@ -23,11 +23,11 @@ from transformers import (
 
 from train_sequences import make_sequence
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
-from trustbatch.packing import layout as layout_module
-from trustbatch.packing.layout import PackedLayout, Unit
-from trustbatch.packing.probe import has_plain_head
-from trustbatch.policy import Policy
-from trustbatch.tiny import build_tokenizer
+from trustbatch.models.packing import layout as layout_module
+from trustbatch.models.packing.layout import PackedLayout, Unit
+from trustbatch.models.packing.probe import has_plain_head
+from trustbatch.models.policy import Policy
+from trustbatch.models.tiny import build_tokenizer
 from trustbatch.training.logprobs import token_logprobs
 from trustbatch.types import TrainSequence
 

@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 
 from trustbatch.errors import EngineError
-from trustbatch.rollout import parcels
-from trustbatch.rollout.parcels import DirectSender, ParcelSender, SharedMemorySender, open_parcels
+from trustbatch.weight_sync import weight_chunks as parcels
+from trustbatch.weight_sync.weight_chunks import (
+    DirectSender,
+    ParcelSender,
+    SharedMemorySender,
+    open_parcels,
+)
 
 READER = """
 import sys
-from trustbatch.rollout.parcels import open_parcels
+from trustbatch.weight_sync.weight_chunks import open_parcels
 for name, tensor in open_parcels(sys.stdin.buffer.read()):
     print(name, tensor.dtype, list(tensor.shape), tensor.double().sum().item())
 """

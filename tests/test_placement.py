@@ -125,7 +125,7 @@ def test_a_run_that_ray_can_not_hold_ends_before_anything_is_loaded(ray_with_gpu
 def test_a_new_actor_gets_the_gpu_of_a_hung_one_when_that_is_gone(ray_with_gpus: None) -> None:
     import ray
 
-    from trustbatch.cluster.crew import Crew
+    from trustbatch.cluster.actor_pool import Crew
     from trustbatch.cluster.placement import Places
 
     class Member:

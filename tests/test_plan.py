@@ -85,7 +85,7 @@ def test_what_layers_save_in_bfloat16(tiny_folder: Path) -> None:
     inputs = 5 * 2 * width  # of q, k, v, gate and up, each rounded by itself
     # as projected in float32, the inverse root, normed, rotated
     queries = keys = (4 + 2 + 2) * heads * dim + 4 * heads
-    attention = 2 * heads * dim + 2 * heads * dim + 4 * heads  # value, output, normaliser
+    attention = 2 * heads * dim + 2 * heads * dim + 4 * heads  # value, output, normalizer
     in_mlp = 4 * 2 * mlp  # gate, silu(gate), up, their product
     assert measured.layer == 2 * norm + inputs + queries + keys + attention + in_mlp
     assert measured.rounded_layer == 2 * (4 * 128 * 128 + 3 * 128 * 256)
@@ -104,8 +104,8 @@ def test_the_estimate_is_what_autograd_saves_in_a_real_step(
     tiny_folder: Path, checkpointing: bool
 ) -> None:
     """On the whole model: the peak of saved bytes with the layers measured one by one."""
-    from trustbatch.packing.layout import PackedLayout, Unit
-    from trustbatch.policy import Policy
+    from trustbatch.models.packing.layout import PackedLayout, Unit
+    from trustbatch.models.policy import Policy
 
     policy = Policy.load(str(tiny_folder), device="cpu", precision="bfloat16")
     if checkpointing:
@@ -146,7 +146,7 @@ def test_parts_of_one_gpu(config: Config) -> None:
     saved = estimator.activations
     assert train == {
         "parameters": 4 * PARAMETERS,
-        "optimiser": 8 * PARAMETERS,
+        "optimizer": 8 * PARAMETERS,
         "gradients": 4 * PARAMETERS,  # of the micro-batches before
         "engine's weights": 2 * (PRODUCTS + HEAD),
         "activations": tokens * (2 * saved.layer + saved.around),
@@ -160,7 +160,7 @@ def test_parts_of_one_gpu(config: Config) -> None:
     cache = 1025 * 64 * 2 * 2 * 4 * 32 * 2
     assert generate == {
         "parameters": 4 * PARAMETERS,
-        "optimiser": 8 * PARAMETERS,
+        "optimizer": 8 * PARAMETERS,
         "engine's weights": 2 * (PRODUCTS + HEAD),
         "keys and values": pytest.approx(cache * 1.25),  # one of two layers twice, keys or values
         "logits": 2 * 4 * 512 * 16,
@@ -201,7 +201,7 @@ def test_reference_second_policies_and_vllm(tiny_folder: Path) -> None:
         tiny_folder, objective=objective, model={"name": str(tiny_folder), "lora": {"rank": 4}}
     )
     assert "reference" not in parts_of(estimator_of(adapted), "train")
-    vllm = {"engine": "vllm", "vllm": {"gpu_memory_utilisation": 0.3}}
+    vllm = {"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.3}}
     config = config_of(tiny_folder, rollout=vllm)
     estimator = estimator_of(config)
     assert parts_of(estimator, "train")["vLLM"] == 0.3 * 80 * GIB
@@ -220,7 +220,7 @@ def test_ranks_divide_all_but_the_engine_s_model(config: Config) -> None:
     setting = replace(Setting.of(config), num_gpus=4)
     train = parts_of(estimator, "train", setting)
     assert train["parameters"] == PARAMETERS
-    assert train["optimiser"] == 2 * PARAMETERS
+    assert train["optimizer"] == 2 * PARAMETERS
     assert train["gradients"] == PARAMETERS
     # a whole model, its products in bfloat16, and the head in bfloat16 besides
     assert train["engine's weights"] == 2 * PRODUCTS + 4 * (PARAMETERS - PRODUCTS) + 2 * HEAD
@@ -237,12 +237,12 @@ def test_each_technique_takes_less(config: Config) -> None:
         {"micro_batch_tokens": 2048},
         {"gradient_checkpointing": True},
         {"compiled": True},
-        {"eight_bit_optimiser": True},
+        {"eight_bit_optimizer": True},
         {"lora": Lora(rank=4)},
     ):
         assert estimator.plan(replace(setting, **changes)).phase("train").total < before.total
     offloaded = parts_of(estimator, "train", replace(setting, num_gpus=2, cpu_offload=True))
-    assert not {"parameters", "optimiser", "gradients"} & set(offloaded)
+    assert not {"parameters", "optimizer", "gradients"} & set(offloaded)
 
 
 def test_more_ranks_never_take_more_of_what_is_kept(config: Config) -> None:
@@ -250,7 +250,7 @@ def test_more_ranks_never_take_more_of_what_is_kept(config: Config) -> None:
     totals = [
         sum(
             parts_of(estimator, "train", replace(Setting.of(config), num_gpus=num))[name]
-            for name in ("parameters", "optimiser", "gradients")
+            for name in ("parameters", "optimizer", "gradients")
         )
         for num in (1, 2, 4, 8)
     ]
@@ -331,7 +331,7 @@ def test_advice_on_a_larger_model(large: Config) -> None:
     assert of(18).startswith("set training.gradient_checkpointing = true, which saves about 16.")
     assert "train on 2 GPUs (torchrun --nproc-per-node=2)" in of(12, available=4)
     assert of(12).startswith(
-        'set training.gradient_checkpointing = true and training.optimiser = "adamw_8bit", which'
+        'set training.gradient_checkpointing = true and training.optimizer = "adamw_8bit", which'
     )
     assert "model.lora.rank = 16" in of(8)
     assert "cpu_offload" not in of(4)  # of parameters that are divided only
@@ -352,7 +352,7 @@ def test_the_setting_is_the_configuration_s(tiny_folder: Path) -> None:
             "micro_batch_tokens": 99,
             "gradient_checkpointing": True,
             "compile": True,
-            "optimiser": "adamw_8bit",
+            "optimizer": "adamw_8bit",
             "cpu_offload": True,
         },
     )
@@ -363,7 +363,7 @@ def test_the_setting_is_the_configuration_s(tiny_folder: Path) -> None:
         max_sequences=77,
         gradient_checkpointing=True,
         compiled=True,
-        eight_bit_optimiser=True,
+        eight_bit_optimizer=True,
         cpu_offload=True,
         lora=Lora(rank=4, targets=("q_proj",), base_bytes=2),
     )
@@ -441,12 +441,12 @@ def test_a_cluster_has_trainers_without_an_engine_and_engines_without_a_trainer(
     estimator = estimator_of(config, hardware)
     train, generate = parts_of(estimator, "train"), parts_of(estimator, "generate")
     assert train["parameters"] == pytest.approx(4 * PARAMETERS / 6)
-    assert train["optimiser"] == pytest.approx(8 * PARAMETERS / 6)
+    assert train["optimizer"] == pytest.approx(8 * PARAMETERS / 6)
     assert not {"engine's parameters", "engine's weights", "keys and values"} & set(train)
     assert generate["engine's parameters"] == 4 * PARAMETERS
     assert generate["engine's weights"] == 2 * (PRODUCTS + HEAD)
     assert generate["logits"] == 2 * 4 * 256 * 16  # half of the 512 rows
-    assert not {"parameters", "optimiser"} & set(generate)
+    assert not {"parameters", "optimizer"} & set(generate)
 
     crowded = config_of(tiny_folder, cluster={"engines": 4, "engine_gpus": 0.5})
     two = parts_of(estimator_of(crowded, find_hardware(crowded, gpu_memory=80 * GIB)), "generate")
@@ -518,7 +518,7 @@ def test_the_plan_of_the_paper_s_layout(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 reward workers with 1 CPU each\n" in printed
     assert "which is 8 GPU of Ray's 8\n" in printed
     # 4.02e9 parameters: 4 and 8 bytes of each over six trainers; 4 bytes of all in an engine
-    assert "parameters 2.5 GiB, optimiser 5.0 GiB, gathered" in printed
+    assert "parameters 2.5 GiB, optimizer 5.0 GiB, gathered" in printed
     assert "engine's parameters 15.0 GiB, engine's weights 7.5 GiB, keys and values" in printed
     assert "generate on the GPU of each engine, train on the GPU of each trainer" in printed
     assert "fits: needs" in printed

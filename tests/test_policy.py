@@ -23,10 +23,10 @@ from transformers import (
 
 import trustbatch
 from trustbatch.errors import ConfigError
+from trustbatch.models.policy import Policy, count_parameters
+from trustbatch.models.tiny import build_tokenizer
 from trustbatch.plan import describe_plan
-from trustbatch.policy import Policy, count_parameters
-from trustbatch.rollout.native_engine import NativeEngine
-from trustbatch.tiny import build_tokenizer
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.types import GenerationRequest, Prompt, SamplingParams
 
 SHAPE: dict[str, Any] = {

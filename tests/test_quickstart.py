@@ -8,7 +8,7 @@ import pytest
 import trustbatch
 from trustbatch.cli import main
 from trustbatch.config import load_config
-from trustbatch.tiny import warm_start
+from trustbatch.models.tiny import warm_start
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from tests.ranks import layers_worker, train_worker
 from trustbatch import cli, session
 from trustbatch.cli import main
 from trustbatch.config import parse_config
+from trustbatch.models.policy import Policy
 from trustbatch.objectives import Totals
 from trustbatch.objectives.estimators import RatioMoments
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.policy import Policy
 
 ROOT = Path(__file__).parent.parent
 
@@ -232,9 +232,9 @@ def test_a_reference_without_adapters_computes_where_the_policy_does(
 def test_totals_move_as_a_whole() -> None:
     """What is gathered over ranks is in host memory, and a GPU's clamp takes nothing from there."""
     totals = Totals(
-        torch.ones(()), torch.ones(()), {"behaviour": RatioMoments.of(torch.zeros(3))}
+        torch.ones(()), torch.ones(()), {"behavior": RatioMoments.of(torch.zeros(3))}
     ).to(torch.device("meta"))
-    moments = totals.moments["behaviour"]
+    moments = totals.moments["behavior"]
     parts = [totals.num_tokens, totals.num_sequences, *vars(moments).values()]
     assert len(parts) == 7
     assert all(part.is_meta for part in parts)

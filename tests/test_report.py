@@ -106,8 +106,8 @@ def test_every_run_with_the_metric_has_one_line_in_its_chart(tmp_path: Path) -> 
     assert len(page.lines("reward/mean", "ghost")) == 3
     assert len(page.lines("entropy")) == 2
     assert len(page.lines("weight/cap")) == 1
-    assert "kl/behaviour" not in {metric for _, _, metric in page.elements}
-    assert "Not recorded by any of these runs: Ratio quantiles, KL to the behaviour" in (
+    assert "kl/behavior" not in {metric for _, _, metric in page.elements}
+    assert "Not recorded by any of these runs: Ratio quantiles, KL to the behavior" in (
         page.all_text()
     )
 
@@ -250,7 +250,7 @@ def test_long_runs_are_thinned_in_the_page(tmp_path: Path) -> None:
     assert max(len(re.findall(r"[\d.]+,[\d.]+", path)) for path in paths) <= 400
 
 
-def test_smoothing_averages_neighbours_and_keeps_gaps() -> None:
+def test_smoothing_averages_neighbors_and_keeps_gaps() -> None:
     assert charts.smooth([1.0, 5.0]) == [1.0, 5.0]
     smoothed = charts.smooth([0.0, 3.0, 0.0, math.nan, 0.0, 4.0, 0.0, 0.0])
     assert math.isnan(smoothed[3])
@@ -487,7 +487,7 @@ def test_same_folder_names_are_told_apart_by_their_parents(tmp_path: Path) -> No
     assert [run.name for run in runs] == ["x/run", "y/run", "other"]
 
 
-def test_more_runs_than_colours_get_dashes_and_folded_legends(tmp_path: Path) -> None:
+def test_more_runs_than_colors_get_dashes_and_folded_legends(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / f"run{index}", rows(entropy=1.0)) for index in range(24)]
     page = page_of(tmp_path, *folders)
     styles = [

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 import trustbatch
+from trustbatch.checkpoints.manifest import MANIFEST_FILE, seal, write_manifest
 from trustbatch.errors import CheckpointError, ConfigError
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.training.manifest import MANIFEST_FILE, seal, write_manifest
 
 CONFIG = """
 seed = 3

@@ -48,8 +48,8 @@ def test_uniforms_are_uniform_and_uncorrelated() -> None:
     assert float(table.min()) >= 0
     assert float(table.max()) < 1
     assert stats.kstest(table.flatten().numpy(), "uniform").pvalue > 1e-3
-    neighbours = np.corrcoef(table[:-1].flatten().numpy(), table[1:].flatten().numpy())[0, 1]
-    assert abs(neighbours) < 4 / math.sqrt(table.numel())
+    neighbors = np.corrcoef(table[:-1].flatten().numpy(), table[1:].flatten().numpy())[0, 1]
+    assert abs(neighbors) < 4 / math.sqrt(table.numel())
 
 
 def test_keys_depend_on_everything_that_names_a_sample() -> None:

@@ -16,7 +16,7 @@ import trustbatch
 from pool_graders import Odd
 from test_reward_terms import lengths, serving
 from train_sequences import make_completion
-from trustbatch.advantages import group_centred
+from trustbatch.advantages import group_centered
 from trustbatch.batching.samples import to_sequences
 from trustbatch.config import RewardConfig
 from trustbatch.errors import ConfigError, RewardError
@@ -71,7 +71,7 @@ def test_faults_of_a_grader_are_no_reward() -> None:
 def test_the_ungraded_leave_the_statistics_and_the_batch() -> None:
     with scorer_of(Odd()) as scorer:
         groups = scorer.score([group_of("ok", "raise", "ok"), group_of("raise", "ok", "exit")])
-    advantages = group_centred(rewards_of(groups))
+    advantages = group_centered(rewards_of(groups))
     assert len(to_sequences(groups, advantages)) == 3
     metrics = rollout_metrics(groups, policy="p", version=0)
     assert metrics["reward/mean"] == 1.0
@@ -88,7 +88,7 @@ def test_nothing_graded_has_no_mean() -> None:
     metrics = rollout_metrics(groups, policy="p", version=0)
     assert "reward/mean" not in metrics
     assert metrics["reward/failed"] == 2.0
-    assert to_sequences(groups, group_centred(rewards_of(groups))) == []
+    assert to_sequences(groups, group_centered(rewards_of(groups))) == []
 
 
 def test_metrics_of_several_policies_leave_out_the_ungraded() -> None:
@@ -157,7 +157,7 @@ def test_the_cut_can_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
     assert [grade.reward for grade in first[1:]] == [0.0, 1.0]
     assert [grade.reward for grade in second[:2]] == [1.0, 1.0]
     assert not caplog.text  # no grader failed
-    advantages = group_centred(rewards_of(groups))
+    advantages = group_centered(rewards_of(groups))
     assert advantages.tolist()[0][1:] == [-0.5, 0.5]
     assert [s.completion.sample for s in to_sequences(groups, advantages)] == [1, 2, 0, 1]
     metrics = rollout_metrics(groups, policy="p", version=0)
@@ -370,7 +370,7 @@ class Sized(Arithmetic):
 
 
 def test_a_run_goes_on_without_the_ungraded(tiny_folder: Path, tmp_path: Path) -> None:
-    logging.getLogger("trustbatch.rewards.scoring").setLevel(logging.ERROR)
+    logging.getLogger("trustbatch.rewards.scorer").setLevel(logging.ERROR)
     result = trustbatch.train(
         model=str(tiny_folder),
         task=Unreliable(),
@@ -378,7 +378,7 @@ def test_a_run_goes_on_without_the_ungraded(tiny_folder: Path, tmp_path: Path) -
         training={"steps": 3, "learning_rate": 1e-3},
         run={"folder": str(tmp_path), "name": "run", "rollouts_every": 1},
     )
-    logging.getLogger("trustbatch.rewards.scoring").setLevel(logging.NOTSET)
+    logging.getLogger("trustbatch.rewards.scorer").setLevel(logging.NOTSET)
     first, *others = result.metrics
     assert first["steps/skipped"] == 1.0
     assert first["reward/failed"] == 16.0

@@ -20,7 +20,6 @@ from rich.console import Console
 import trustbatch
 from trustbatch.cli import main
 from trustbatch.errors import ConfigError
-from trustbatch.observe.plain_text import plain_line
 from trustbatch.observe.status import (
     LONGEST_ERROR,
     EngineStatus,
@@ -38,6 +37,7 @@ from trustbatch.observe.status_view import (
     read_status,
     status_table,
 )
+from trustbatch.utils.terminal import plain_line
 
 STATUS = RunStatus(
     step=3,

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from trustbatch.api import train_config
+from trustbatch.checkpoints.load import newest_checkpoint
 from trustbatch.cli import main
 from trustbatch.config import Config, parse_config
 from trustbatch.errors import ConfigError
+from trustbatch.models.policy import count_parameters
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.policy import count_parameters
 from trustbatch.studies.command import add_study_arguments, requested_pace, requested_study
 from trustbatch.studies.definitions import DEFINITIONS
 from trustbatch.studies.definitions.benchmarks import BASE_MODEL, benchmark_jobs, benchmarks
@@ -37,7 +38,6 @@ from trustbatch.studies.scales.scale import Scale
 from trustbatch.studies.scales.smoke import smoke_scale
 from trustbatch.studies.study import Arm, Study
 from trustbatch.studies.worker import Worker
-from trustbatch.training.checkpoint import newest_checkpoint
 
 SCALES = {
     "smoke": smoke_scale(),
@@ -58,8 +58,8 @@ def configs_at_paper_scale(name: str, scale: str = "paper") -> list[Config]:
 
 
 # tab:optimizer_params, "Shared optimizer settings used across all experiments"
-OPTIMISER = {
-    "Optimizer": ("AdamW", lambda c: {"adamw": "AdamW"}[c.training.optimiser]),
+OPTIMIZER = {
+    "Optimizer": ("AdamW", lambda c: {"adamw": "AdamW"}[c.training.optimizer]),
     "Learning rate": (1e-5, lambda c: c.training.learning_rate),
     "Betas": ((0.9, 0.95), lambda c: c.training.betas),
     "Weight decay": (0.01, lambda c: c.training.weight_decay),
@@ -74,11 +74,11 @@ OPTIMISER = {
 }
 
 
-@pytest.mark.parametrize("row", OPTIMISER)
+@pytest.mark.parametrize("row", OPTIMIZER)
 @pytest.mark.parametrize("name", DEFINITIONS)
 @pytest.mark.parametrize("scale", ["paper", "paper-1.5b"])
-def test_the_optimiser_is_that_of_the_paper(scale: str, name: str, row: str) -> None:
-    value, read = OPTIMISER[row]
+def test_the_optimizer_is_that_of_the_paper(scale: str, name: str, row: str) -> None:
+    value, read = OPTIMIZER[row]
     assert {read(config) for config in configs_at_paper_scale(name, scale)} == {value}
 
 
@@ -119,7 +119,7 @@ def test_every_row_of_the_training_table_is_in_the_configuration(column: str, sc
         assert samples == row("Rollout samples / epoch", column)
         assert rollout.prompts_per_call == row("Rollout batch size / GPU", column)
         assert rollout.max_tokens == row("Max tokens", column)
-        # the fewest optimiser steps of which none has more than the global train batch
+        # the fewest optimizer steps of which none has more than the global train batch
         train_batch = row("Global train batch size", column)
         assert training.passes == 1
         assert samples / training.mini_batches <= train_batch
@@ -378,7 +378,7 @@ def test_a_dry_run_of_benchmarks_shows_the_suite_and_no_training(
     assert "1 arms x seeds 0 = 1 evaluations" in shown
     assert "aime24" in shown
     assert "16 of each problem at temperature 1, top-p 0.95, at most 16384 tokens" in shown
-    assert "optimiser steps" not in shown
+    assert "optimizer steps" not in shown
 
 
 @pytest.mark.parametrize(

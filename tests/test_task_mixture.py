@@ -13,10 +13,10 @@ from tests.shared_data import shared_data
 from tests.test_named_tasks import rows_file
 
 import trustbatch
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.collect import collect
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import Curriculum, Mixture, build_task
 from trustbatch.tasks.answering import answers
 from trustbatch.tasks.mixture import even_order

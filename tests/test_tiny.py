@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from trustbatch.errors import CheckpointError
-from trustbatch.tiny import TINY_VOCABULARY, build_model, build_tokenizer, warm_start
+from trustbatch.models.tiny import TINY_VOCABULARY, build_model, build_tokenizer, warm_start
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("trustbatch.tiny.os.rename", fail)
+    monkeypatch.setattr("trustbatch.models.tiny.os.rename", fail)
     with pytest.raises(OSError, match="disk full"):
         warm_start(tmp_path / "model", clean_steps=1, noisy_steps=1)
     assert list(tmp_path.iterdir()) == []

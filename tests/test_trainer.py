@@ -14,12 +14,12 @@ from trustbatch.batching import units as units_module
 from trustbatch.batching.micro_batches import micro_batches
 from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
+from trustbatch.models.policy import Policy
 from trustbatch.objectives import OBJECTIVES, build_objective
-from trustbatch.policy import Policy
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.training import trainer as trainer_module
 from trustbatch.training.logprobs import TokenLogprobs
-from trustbatch.training.optimiser import learning_rate_factor
+from trustbatch.training.optimizer import learning_rate_factor
 from trustbatch.training.trainer import MAX_CONSECUTIVE_SKIPS, Trainer
 from trustbatch.types import GenerationRequest, SamplingParams, TrainSequence
 
@@ -277,11 +277,11 @@ def test_proximal_policy_is_the_one_at_the_start_of_the_pass(
 
 
 @pytest.mark.parametrize("objective", ["p3o", "grpo", "gspo"])
-def test_nan_behaviour_logp_is_dropped_and_counted(
+def test_nan_behavior_logp_is_dropped_and_counted(
     policy: Policy, sequences: list[TrainSequence], objective: str
 ) -> None:
-    sequences[3].completion.behaviour_logp[0] = math.nan
-    sequences[8].completion.behaviour_logp[1] = -math.inf
+    sequences[3].completion.behavior_logp[0] = math.nan
+    sequences[8].completion.behavior_logp[1] = -math.inf
     metrics = make_trainer(policy, objective, micro_batch_tokens=40).train(sequences)
     assert metrics["tokens/nonfinite"] == 2
     assert metrics["steps/skipped"] == 0
@@ -293,7 +293,7 @@ def test_a_nan_among_the_top_tokens_leaves_the_totals_too(
     policy: Policy, sequences: list[TrainSequence]
 ) -> None:
     longest = max(sequences, key=lambda sequence: sequence.num_tokens)
-    top = longest.completion.behaviour_top_logp
+    top = longest.completion.behavior_top_logp
     assert top is not None
     top[0, 2] = math.nan
     top[1, 5] = -math.inf  # outside the support: no fault
@@ -337,7 +337,7 @@ def test_a_step_without_measurable_tokens_is_skipped(
     policy: Policy, sequences: list[TrainSequence], objective: str
 ) -> None:
     for sequence in sequences:
-        sequence.completion.behaviour_logp.fill_(math.nan)
+        sequence.completion.behavior_logp.fill_(math.nan)
     before = parameters(policy)
     metrics = make_trainer(policy, objective).train(sequences)
     assert metrics["steps/skipped"] == 1
@@ -349,11 +349,11 @@ def test_a_batch_of_nothing_is_skipped_and_counted(policy: Policy) -> None:
     before = parameters(policy)
     trainer = make_trainer(policy, "p3o")
     assert trainer.train([]) == {"steps/skipped": 1.0}
-    assert trainer.num_optimiser_steps == 1
+    assert trainer.num_optimizer_steps == 1
     assert torch.equal(before, parameters(policy))
 
 
-def test_the_optimiser_never_steps_on_a_nonfinite_gradient(
+def test_the_optimizer_never_steps_on_a_nonfinite_gradient(
     policy: Policy, sequences: list[TrainSequence]
 ) -> None:
     trainer = make_trainer(policy, "reinforce")

@@ -11,8 +11,8 @@ from tests.training_cases import flat, make_trainer, watch_gradients
 
 from trustbatch.batching import units as units_module
 from trustbatch.batching.samples import to_sequences
+from trustbatch.models.policy import Policy
 from trustbatch.objectives import OBJECTIVES, TokenBatch, build_objective
-from trustbatch.policy import Policy
 from trustbatch.types import TrainSequence
 
 VARIANTS: list[dict[str, object]] = [
@@ -32,7 +32,7 @@ def sequences(policy: Policy) -> list[TrainSequence]:
 def gradient_of(
     policy: Policy, sequences: list[TrainSequence], objective: dict[str, object], **settings: object
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """What one optimiser step sees, and its metrics."""
+    """What one optimizer step sees, and its metrics."""
     trainer = make_trainer(
         copy.deepcopy(policy), objective=objective, gradient_clip=1e9, **settings
     )
@@ -57,9 +57,9 @@ def reference(
                 continue
             logp = logits[len(prompt) + place - 1]
             assert completion.top_token_ids is not None
-            assert completion.behaviour_top_logp is not None
+            assert completion.behavior_top_logp is not None
             rows["logp"].append(logp[token])
-            rows["behaviour_logp"].append(completion.behaviour_logp[place])
+            rows["behavior_logp"].append(completion.behavior_logp[place])
             rows["advantage"].append(torch.tensor(sequence.advantage, dtype=torch.float32))
             rows["sequence"].append(torch.tensor(number))
             rows["entropy"].append(-(logp.exp() * logp).sum())
@@ -68,7 +68,7 @@ def reference(
                 top = completion.top_token_ids[place]
                 rows["top_logp"].append(logp[top])
                 rows["proximal_top_logp"].append(logp[top].detach())
-                rows["behaviour_top_logp"].append(completion.behaviour_top_logp[place])
+                rows["behavior_top_logp"].append(completion.behavior_top_logp[place])
     tokens = TokenBatch(**{name: torch.stack(values) for name, values in rows.items() if values})
     output = objective(tokens, objective.totals(tokens))
     output.loss.backward()
@@ -113,13 +113,13 @@ def test_what_is_recorded_of_the_environment_is_never_read(
         if completion.drawn is None:
             return sequence
         assert completion.top_token_ids is not None
-        assert completion.behaviour_top_logp is not None
+        assert completion.behavior_top_logp is not None
         environment = ~completion.drawn
         changed = dataclasses.replace(
             completion,
-            behaviour_logp=completion.behaviour_logp.masked_fill(environment, torch.nan),
+            behavior_logp=completion.behavior_logp.masked_fill(environment, torch.nan),
             top_token_ids=completion.top_token_ids.masked_fill(environment[:, None], 10**9),
-            behaviour_top_logp=completion.behaviour_top_logp.masked_fill(
+            behavior_top_logp=completion.behavior_top_logp.masked_fill(
                 environment[:, None], torch.inf
             ),
         )
@@ -164,9 +164,9 @@ def test_a_conversation_that_ends_with_the_environment_is_context_to_its_end(
         name: getattr(longest.completion, name)[:last_reply]
         for name in (
             "token_ids",
-            "behaviour_logp",
+            "behavior_logp",
             "top_token_ids",
-            "behaviour_top_logp",
+            "behavior_top_logp",
             "drawn",
         )
     }

@@ -8,9 +8,9 @@ import pytest
 from trustbatch.config import VllmConfig, load_config, parse_config
 from trustbatch.engines import recorded_anchor_temperature
 from trustbatch.errors import ConfigError
-from trustbatch.policy import Policy
-from trustbatch.rollout import vllm_engine
-from trustbatch.rollout.vllm_engine import VllmEngine
+from trustbatch.models.policy import Policy
+from trustbatch.rollout.vllm import engine as vllm_engine
+from trustbatch.rollout.vllm.engine import VllmEngine
 
 MINIMAL: dict[str, Any] = {"model": {"name": "m"}, "task": {"name": "arithmetic"}}
 

@@ -26,13 +26,13 @@ from trustbatch.api import train_config
 from trustbatch.batching.samples import to_sequences
 from trustbatch.config import VllmConfig, parse_config
 from trustbatch.errors import DeadEngineError, EngineError
-from trustbatch.policy import Policy
-from trustbatch.rollout.canary import Canary
+from trustbatch.models.policy import Policy
+from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.rollout.sampling import sampling_logprobs
-from trustbatch.rollout.vllm_client import VllmClient
-from trustbatch.rollout.vllm_engine import VllmEngine
-from trustbatch.rollout.vllm_requests import HostSettings, SampleRequest
-from trustbatch.tiny import build_model, build_tokenizer
+from trustbatch.rollout.vllm.client import VllmClient
+from trustbatch.rollout.vllm.engine import VllmEngine
+from trustbatch.rollout.vllm.requests import HostSettings, SampleRequest
+from trustbatch.training.canary import Canary
 from trustbatch.types import Completion, FinishReason, GenerationRequest, Prompt, SamplingParams
 
 pytestmark = [
@@ -116,7 +116,7 @@ def test_episodes_are_drawn_turn_by_turn(engine: VllmEngine) -> None:
     assert [c.turns for c in again[0].completions] == [c.turns for c in groups[1].completions]
     sequences = to_sequences(groups, torch.zeros(6, 4))
     assert max(len(sequence.completion.turns) for sequence in sequences) > 4
-    recorded = torch.cat([s.completion.of_policy(s.completion.behaviour_logp) for s in sequences])
+    recorded = torch.cat([s.completion.of_policy(s.completion.behavior_logp) for s in sequences])
     torch.testing.assert_close(policy_logp(policy, sequences), recorded, rtol=0, atol=1e-3)
 
 
@@ -135,7 +135,7 @@ def largest_difference(
     for completion in completions:
         logp = sampling_logprobs(logits_of(policy, request, completion), request.sampling)
         drawn = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        worst = max(worst, float((drawn - completion.behaviour_logp).abs().max()))
+        worst = max(worst, float((drawn - completion.behavior_logp).abs().max()))
     return worst
 
 
@@ -147,7 +147,7 @@ def perturb(policy: Policy, seed: int) -> None:
 
 
 @pytest.mark.parametrize("options", SETTINGS)
-def test_behaviour_logp_is_that_of_the_distribution_drawn_from(
+def test_behavior_logp_is_that_of_the_distribution_drawn_from(
     engine: VllmEngine, options: dict[str, float]
 ) -> None:
     for prompt in ("12+34=", "9=", LONG_PROMPT):
@@ -196,12 +196,12 @@ def test_top_logprobs_are_the_most_likely_tokens(
         for completion in engine.generate([request]):
             shape = (len(completion.token_ids), min(num_top, 16))
             assert completion.top_token_ids is not None
-            assert completion.behaviour_top_logp is not None
-            assert completion.top_token_ids.shape == completion.behaviour_top_logp.shape == shape
+            assert completion.behavior_top_logp is not None
+            assert completion.top_token_ids.shape == completion.behavior_top_logp.shape == shape
             logits = logits_of(engine.policy, request, completion)
             expected = sampling_logprobs(logits, request.sampling)
             top = expected.topk(shape[1], dim=-1).values
-            torch.testing.assert_close(completion.behaviour_top_logp, top, atol=1e-3, rtol=0)
+            torch.testing.assert_close(completion.behavior_top_logp, top, atol=1e-3, rtol=0)
             recorded = expected.gather(-1, completion.top_token_ids)
             torch.testing.assert_close(recorded, top, atol=1e-3, rtol=0)
 
@@ -233,7 +233,7 @@ def test_a_completion_ends_with_its_stop_token_or_at_max_tokens(engine: VllmEngi
     for completion in completions:
         has_stopped = completion.token_ids[-1] in torch.tensor(stop)
         assert has_stopped == (completion.finish_reason == FinishReason.STOP)
-        assert len(completion.behaviour_logp) == len(completion.token_ids) <= 12
+        assert len(completion.behavior_logp) == len(completion.token_ids) <= 12
         assert completion.text == engine.policy.decode([completion.token_ids.tolist()])[0]
     endless = engine.generate([ask(engine.policy, "1+1=", max_tokens=300, stop_token_ids=())])
     assert [len(c.token_ids) for c in endless] == [300] * 4
@@ -245,9 +245,9 @@ def test_greedy_draws_the_most_likely_token_with_probability_1(engine: VllmEngin
     (completion,) = engine.generate([request])
     best = logits_of(engine.policy, request, completion).argmax(-1)
     assert torch.equal(completion.token_ids, best)
-    assert completion.behaviour_top_logp is not None
-    assert torch.equal(completion.behaviour_logp, torch.zeros(len(best)))
-    assert completion.behaviour_top_logp[0].tolist() == [0.0, -torch.inf, -torch.inf]
+    assert completion.behavior_top_logp is not None
+    assert torch.equal(completion.behavior_logp, torch.zeros(len(best)))
+    assert completion.behavior_top_logp[0].tolist() == [0.0, -torch.inf, -torch.inf]
 
 
 def test_requests_that_do_not_fit_are_refused(engine: VllmEngine) -> None:
@@ -304,7 +304,7 @@ def test_a_server_reports_raw_logprobs_and_takes_updates(server: VllmEngine) -> 
         for completion in server.generate([request]):
             raw = torch.log_softmax(logits_of(policy, request, completion), -1)
             drawn = raw.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-            torch.testing.assert_close(completion.behaviour_logp, drawn, atol=1e-3, rtol=0)
+            torch.testing.assert_close(completion.behavior_logp, drawn, atol=1e-3, rtol=0)
         perturb(policy, version)
         server.load_weights(policy.named_weights(), version)
         assert server.version == version
@@ -386,14 +386,14 @@ def test_a_server_ends_with_the_core_that_computes_for_it(
         separate_core=True,
         folder=str(tmp_path),
         dtype_name="float32",
-        quantisation=None,
+        quantization=None,
         logprob_mode="raw",
         top_logprobs=0,
         anchor_temperature=None,
         max_model_len=512,
         max_sequences=8,
         tensor_parallel=1,
-        gpu_memory_utilisation=0.5,
+        gpu_memory_utilization=0.5,
         kv_cache_bytes=2**28,
         enforce_eager=True,
         sleep=False,
@@ -433,7 +433,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_vllm_engine import LONG_PROMPT, SMALL, ask, largest_difference, load, perturb
 from trustbatch.config import VllmConfig
-from trustbatch.rollout.vllm_engine import VllmEngine
+from trustbatch.rollout.vllm.engine import VllmEngine
 policy = load(Path(sys.argv[1]))
 config = VllmConfig(**SMALL, tensor_parallel=2)
 engine = VllmEngine(policy, config, seed=0, anchor_temperature=1.0)
@@ -442,7 +442,7 @@ plain = ask(policy, LONG_PROMPT)
 differences = []
 for version in (0, 1):
     drawn = engine.generate([request])
-    anchors = [replace(each, behaviour_logp=each.anchor_logp) for each in drawn]
+    anchors = [replace(each, behavior_logp=each.anchor_logp) for each in drawn]
     differences.append(largest_difference(policy, request, drawn))
     differences.append(largest_difference(policy, plain, anchors))
     if version == 0:

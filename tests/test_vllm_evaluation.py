@@ -10,7 +10,7 @@ import torch
 from trustbatch.cli import main
 from trustbatch.evaluation.comparison import compare
 from trustbatch.evaluation.results import read_results
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 from trustbatch.types import Prompt
 
 pytestmark = [

@@ -23,9 +23,9 @@ from trustbatch.api import train_config
 from trustbatch.batching.samples import to_sequences
 from trustbatch.config import VllmConfig, parse_config
 from trustbatch.errors import EngineError
-from trustbatch.policy import Policy
-from trustbatch.rollout.native_engine import NativeEngine
-from trustbatch.rollout.vllm_engine import VllmEngine
+from trustbatch.models.policy import Policy
+from trustbatch.rollout.native.engine import NativeEngine
+from trustbatch.rollout.vllm.engine import VllmEngine
 from trustbatch.types import Completion, GenerationRequest
 
 pytestmark = [
@@ -91,8 +91,8 @@ def test_the_anchor_is_the_model_whatever_is_drawn_from(
         assert largest_difference(policy, request, completions) < 1e-4
         for completion in completions:
             is_the_model(policy, request, completion)
-            assert completion.behaviour_top_logp is not None
-            kept = torch.isfinite(completion.behaviour_top_logp).sum(-1)
+            assert completion.behavior_top_logp is not None
+            kept = torch.isfinite(completion.behavior_top_logp).sum(-1)
             assert bool((kept >= 1).all())
             if "top_k" in options:
                 assert int(kept.max()) <= options["top_k"]
@@ -101,7 +101,7 @@ def test_the_anchor_is_the_model_whatever_is_drawn_from(
         assert ours.top_token_ids is not None
         assert theirs.top_token_ids is not None
         assert ours.top_token_ids[0].tolist() == theirs.top_token_ids[0].tolist()
-        for name in ("behaviour_top_logp", "anchor_top_logp"):
+        for name in ("behavior_top_logp", "anchor_top_logp"):
             torch.testing.assert_close(
                 getattr(ours, name)[0], getattr(theirs, name)[0], atol=1e-4, rtol=0
             )
@@ -126,7 +126,7 @@ def test_requests_of_all_kinds_share_a_batch(engine: VllmEngine) -> None:
             else:
                 assert completion.anchor_logp is None
                 assert completion.anchor_top_logp is None
-    greedy = completions[8].behaviour_top_logp
+    greedy = completions[8].behavior_top_logp
     assert greedy is not None
     assert greedy[0].tolist() == [0.0, *[-torch.inf] * 3]
 
@@ -141,7 +141,7 @@ def test_recording_the_anchor_changes_nothing_else(engine: VllmEngine, long_fold
             assert tokens(found) == tokens(wanted)
             for one, other in zip(found, wanted, strict=True):
                 assert other.anchor_logp is None
-                for name in ("behaviour_logp", "behaviour_top_logp"):
+                for name in ("behavior_logp", "behavior_top_logp"):
                     torch.testing.assert_close(getattr(one, name), getattr(other, name))
         with pytest.raises(EngineError, match="anchor_temperature = 1"):
             plain.generate([anchored(plain.policy, "12+34=", temperature=1.2)])
@@ -192,7 +192,7 @@ def test_a_server_with_raw_log_probs_has_the_anchor_at_another_temperature(
             is_the_model(policy, request, completion, temperature=1.2)
             raw = torch.log_softmax(logits_of(policy, request, completion), -1)
             drawn = raw.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-            torch.testing.assert_close(completion.behaviour_logp, drawn, atol=1e-4, rtol=0)
+            torch.testing.assert_close(completion.behavior_logp, drawn, atol=1e-4, rtol=0)
     finally:
         engine.close()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
 from trustbatch.errors import EngineError
-from trustbatch.policy import count_parameters
+from trustbatch.models.policy import count_parameters
 
 if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
     pytest.skip("Ray is not installed", allow_module_level=True)
@@ -62,7 +62,7 @@ def eventually(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> N
 def test_buckets_give_back_what_was_packed(
     dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trustbatch.cluster import buckets
+    from trustbatch.weight_sync import buckets
 
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 128)
     weights = some_weights()
@@ -83,7 +83,7 @@ def test_versions_are_kept_until_they_are_forgotten_and_come_unchanged(
     """The receiver is in this process, where an engine has it in its own."""
     from trustbatch.cluster.direct import DirectPublisher
 
-    monkeypatch.setattr("trustbatch.cluster.buckets.BUCKET_BYTES", 128)
+    monkeypatch.setattr("trustbatch.weight_sync.buckets.BUCKET_BYTES", 128)
     publisher = DirectPublisher(seconds=30.0)
     weights = [some_weights(version) for version in range(3)]
     published = [publisher.publish(each, version) for version, each in enumerate(weights)]
@@ -112,7 +112,7 @@ def test_versions_are_kept_until_they_are_forgotten_and_come_unchanged(
 
 def test_a_trainer_that_does_not_answer_is_waited_for_no_longer_than_told() -> None:
     from trustbatch.cluster.direct import DirectPublication
-    from trustbatch.cluster.postbox import Postbox
+    from trustbatch.cluster.rendezvous import Postbox
 
     box = Postbox.opened("127.0.0.1")
     deaf = DirectPublication(box.address, version=4, layouts=(), on_gpu=False, seconds=0.3)
@@ -140,7 +140,7 @@ def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
             return total
 
     # more than the sockets between two processes hold, in many buckets
-    monkeypatch.setattr("trustbatch.cluster.buckets.BUCKET_BYTES", 2**22)
+    monkeypatch.setattr("trustbatch.weight_sync.buckets.BUCKET_BYTES", 2**22)
     weights = [(f"w{n}", torch.full((2**20,), float(n))) for n in range(32)]
     patient, impatient = DirectPublisher(seconds=300.0), DirectPublisher(seconds=2.0)
     remote: Any = ray.remote(Taker)

@@ -17,7 +17,7 @@ from trustbatch.observe.progress import Progress
 from trustbatch.rollout import sampling
 from trustbatch.session import Session, open_session
 from trustbatch.training.logprobs import EntropyUse, _entropy
-from trustbatch.training.optimiser import build_optimiser, learning_rate_factor
+from trustbatch.training.optimizer import build_optimizer, learning_rate_factor
 from trustbatch.types import Prompt
 
 
@@ -72,23 +72,23 @@ def test_training_settings_reach_the_trainer(tiny_folder: Path, tmp_path: Path) 
     assert trainer.policy_temperature == 0.7
     assert trainer.reference is not None
     assert trainer.reference.model is not trainer.policy.model
-    group = trainer.optimiser.param_groups[0]
+    group = trainer.optimizer.param_groups[0]
     assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.3)
     assert session.engine.max_sequences == 7  # type: ignore[attr-defined]
     session.run.close()
 
 
-def test_the_schedule_reaches_the_optimiser(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_schedule_reaches_the_optimizer(tiny_folder: Path, tmp_path: Path) -> None:
     settings = {"steps": 5, "warmup_fraction": 0.4, "learning_rate": 0.01}
     session = open_session(config_of(tiny_folder, tmp_path, training=settings))
     seen: list[float] = []
-    step = session.trainer.optimiser.step
+    step = session.trainer.optimizer.step
 
     def recording(*args: Any, **kwargs: Any) -> Any:
-        seen.append(session.trainer.optimiser.param_groups[0]["lr"])
+        seen.append(session.trainer.optimizer.param_groups[0]["lr"])
         return step(*args, **kwargs)
 
-    session.trainer.optimiser.step = recording  # type: ignore[method-assign]
+    session.trainer.optimizer.step = recording  # type: ignore[method-assign]
     run(session)
     expected = [
         0.01 * learning_rate_factor(i, 5, warmup_fraction=0.4, schedule="cosine") for i in range(5)
@@ -101,15 +101,15 @@ def test_adamw_by_hand() -> None:
     # first step: m = 0.1 g, v = 0.05 g^2, both divided by the same factors again: w moves by
     # lr * (sign(g) + decay * w)
     parameter = torch.nn.Parameter(torch.tensor([2.0, -3.0]))
-    optimiser = build_optimiser("adamw", [parameter], betas=(0.9, 0.95), weight_decay=0.01)
-    optimiser.param_groups[0]["lr"] = 0.1
+    optimizer = build_optimizer("adamw", [parameter], betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer.param_groups[0]["lr"] = 0.1
     parameter.grad = torch.tensor([5.0, -7.0])
-    optimiser.step()
+    optimizer.step()
     expected = torch.tensor([2.0 - 0.1 * (1 + 0.02), -3.0 - 0.1 * (-1 - 0.03)])
     torch.testing.assert_close(parameter.data, expected)
 
 
-@pytest.mark.parametrize("name", ["group_centred", "leave_one_out", "group_quantile"])
+@pytest.mark.parametrize("name", ["group_centered", "leave_one_out", "group_quantile"])
 def test_the_named_advantage_is_used(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     class Lengths:
         name = "lengths"
@@ -258,7 +258,7 @@ def test_entropy_of_a_policy_that_excludes_a_token() -> None:
 
 
 def test_published_generation_configs_can_be_saved(tiny_folder: Path, tmp_path: Path) -> None:
-    from trustbatch.policy import Policy
+    from trustbatch.models.policy import Policy
 
     policy = Policy.load(str(tiny_folder))
     policy.model.generation_config.temperature = 0.6

@@ -7,9 +7,9 @@ import torch
 
 from trustbatch.batching.micro_batches import micro_batches
 from trustbatch.config import TrainingConfig
+from trustbatch.models.policy import Policy
 from trustbatch.objectives import build_objective
-from trustbatch.policy import Policy
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.training.logprobs import token_logprobs
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import GenerationRequest, SamplingParams, TrainSequence
@@ -94,7 +94,7 @@ def watch_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
             if parameter.grad is not None:
                 found[name] = parameter.grad.clone()
 
-    trainer.optimiser.register_step_pre_hook(note)
+    trainer.optimizer.register_step_pre_hook(note)
     return found
 
 

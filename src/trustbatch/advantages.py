@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 
-def group_standardised(rewards: Tensor, *, epsilon: float = 1e-6) -> Tensor:
+def group_standardized(rewards: Tensor, *, epsilon: float = 1e-6) -> Tensor:
     """A = (r - mean) / (std + epsilon) with the population standard deviation of the group.
 
     The paper's equation for the group-relative advantage.
     """
     rewards = _checked(rewards)
-    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    return _zero_where_equal(rewards, centred / (_deviation(rewards) + epsilon))
+    centered = rewards - rewards.nanmean(dim=1, keepdim=True)
+    return _zero_where_equal(rewards, centered / (_deviation(rewards) + epsilon))
 
 
-def group_centred(rewards: Tensor) -> Tensor:
+def group_centered(rewards: Tensor) -> Tensor:
     """A = r - mean of the group."""
     rewards = _checked(rewards)
     return _zero_where_equal(rewards, rewards - rewards.nanmean(dim=1, keepdim=True))
@@ -44,7 +44,7 @@ def group_quantile(rewards: Tensor, *, quantile: float = 0.4, epsilon: float = 1
     Quantile advantage estimation (QAE, arXiv 2509.22611). q is the lowest reward that at least the
     share `quantile` of the group does not exceed. So of rewards 0 and 1 with a pass rate of at most
     1 - quantile only the right samples have an advantage, above that only the wrong ones. std is
-    about the mean, as in `group_standardised`. QAE's code interpolates between two rewards, which
+    about the mean, as in `group_standardized`. QAE's code interpolates between two rewards, which
     gives a part of the advantage to both kinds where q lies between them; this does not.
     """
     if not 0 < quantile < 1:
@@ -59,8 +59,8 @@ def group_quantile(rewards: Tensor, *, quantile: float = 0.4, epsilon: float = 1
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    "group_standardised": group_standardised,
-    "group_centred": group_centred,
+    "group_standardized": group_standardized,
+    "group_centered": group_centered,
     "leave_one_out": leave_one_out,
     "group_quantile": group_quantile,
 }
@@ -77,8 +77,8 @@ def _checked(rewards: Tensor) -> Tensor:
 
 def _deviation(rewards: Tensor) -> Tensor:
     """Return the population standard deviation of each group [groups, 1]."""
-    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    return centred.square().nanmean(dim=1, keepdim=True).sqrt()
+    centered = rewards - rewards.nanmean(dim=1, keepdim=True)
+    return centered.square().nanmean(dim=1, keepdim=True).sqrt()
 
 
 def _zero_where_equal(rewards: Tensor, advantages: Tensor) -> Tensor:

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trustbatch.cautions import cautions
 from trustbatch.config import Config, parse_config
+from trustbatch.config.cautions import cautions
 from trustbatch.loops.async_loop import train_async
 from trustbatch.loops.sync import train_sync
 from trustbatch.observe.progress import LiveLine, Progress
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.plan.shortage import memory_advice
-from trustbatch.ranks import joined_ranks, this_rank
 from trustbatch.session import configured_task, open_session
 from trustbatch.tasks import FilteredTask, Task, check_task
+from trustbatch.utils.distributed import joined_ranks, this_rank
 
 
 @dataclass(frozen=True)

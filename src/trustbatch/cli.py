@@ -212,7 +212,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.plan.memory import GIB
     from trustbatch.plan.prompts import prompt_encoder
     from trustbatch.rewards import Scorer
-    from trustbatch.rollout.vllm_engine import require_vllm
+    from trustbatch.rollout.vllm.engine import require_vllm
     from trustbatch.session import configured_task
     from trustbatch.tasks import fit_task, without_overlap
 

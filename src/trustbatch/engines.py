@@ -4,17 +4,17 @@ from dataclasses import dataclass
 
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
-from trustbatch.policy import Policy, default_precision
-from trustbatch.ranks import num_ranks, rank_device, this_rank
+from trustbatch.models.policy import Policy, default_precision
+from trustbatch.models.vocabulary import speak_the_same_tokens
+from trustbatch.rollout.chunked_engine import EngineInParts
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.rollout.in_parts import EngineInParts
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, told_sampling
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.sampling import policy_seed
 from trustbatch.rollout.shared_engine import SharedEngine
-from trustbatch.rollout.vllm_engine import VllmEngine
-from trustbatch.rollout.vocabulary import speak_the_same_tokens
+from trustbatch.rollout.vllm.engine import VllmEngine
 from trustbatch.types import SamplingParams
+from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
 
 
 @dataclass(frozen=True)

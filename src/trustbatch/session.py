@@ -7,32 +7,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trustbatch.checkpoints.load import newest_checkpoint, restore, unreadable
+from trustbatch.checkpoints.loop_state import LoopState
+from trustbatch.checkpoints.save import Checkpointer
 from trustbatch.config import Config
 from trustbatch.engines import Engines, open_engines
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_suite
-from trustbatch.gpu_memory import let_memory_be_shared
-from trustbatch.loop_state import LoopState
+from trustbatch.models.policy import Policy, default_precision
 from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
-from trustbatch.policy import Policy, default_precision
-from trustbatch.ranks import num_ranks, rank_device, this_rank
 from trustbatch.rewards import Scorer
 from trustbatch.rewards.shared import GroupScorer, SharedScorer
-from trustbatch.rollout.canary import NUM_PROMPTS, Canary
-from trustbatch.rollout.canary_reference import CanaryNotes
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.shared_engine import SharedEngine
 from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
-from trustbatch.training.checkpoint import newest_checkpoint, restore, unreadable
-from trustbatch.training.checkpointer import Checkpointer
+from trustbatch.training.canary import NUM_PROMPTS, Canary
+from trustbatch.training.canary_reference import CanaryNotes
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
+from trustbatch.utils.cuda_memory import let_memory_be_shared
+from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
 
 if TYPE_CHECKING:  # Ray is imported only where a run has [cluster]
-    from trustbatch.cluster.crew import Crew
-    from trustbatch.cluster.fleet import EngineFleet
+    from trustbatch.cluster.actor_pool import Crew
+    from trustbatch.cluster.engine_pool import EngineFleet
     from trustbatch.cluster.remote_scorer import RemoteScorer
 
 
@@ -175,7 +175,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
 
 
 def _open_fleet(config: Config) -> EngineFleet:
-    from trustbatch.cluster.fleet import EngineFleet
+    from trustbatch.cluster.engine_pool import EngineFleet
 
     return EngineFleet(config)
 

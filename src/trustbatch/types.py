@@ -66,7 +66,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What an engine is asked: so many samples that continue one tokenised prompt."""
+    """What an engine is asked: so many samples that continue one tokenized prompt."""
 
     prompt_id: str
     token_ids: tuple[int, ...]
@@ -140,14 +140,14 @@ class Completion:
     sample: int
     token_ids: Tensor
     """[n] int64"""
-    behaviour_logp: Tensor
+    behavior_logp: Tensor
     """[n] float32, of the distribution that `provenance.logprob_mode` names"""
     top_token_ids: Tensor | None
     """[n, K] int64, the K most likely tokens at each position"""
-    behaviour_top_logp: Tensor | None
+    behavior_top_logp: Tensor | None
     """[n, K] float32, their log-probs"""
     anchor_logp: Tensor | None = None
-    """[n] float32, before temperature, top-k and top-p; None: the same as `behaviour_logp`"""
+    """[n] float32, before temperature, top-k and top-p; None: the same as `behavior_logp`"""
     anchor_top_logp: Tensor | None = None
     """[n, K] float32, likewise of the K tokens"""
     finish_reason: FinishReason

@@ -22,10 +22,10 @@ from trustbatch.evaluation.draw import draw_records
 from trustbatch.evaluation.models import short_names
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import TaskChoice, load_suite
+from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import describe_environment
-from trustbatch.policy import Policy
 from trustbatch.rewards import Scorer
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import build_task
 from trustbatch.types import Completion, GenerationRequest
 

@@ -12,8 +12,8 @@ import time
 
 import torch
 
-from trustbatch.cluster.link import ENGINE, TRAINER, Backend, Link
-from trustbatch.cluster.postbox import Postbox, PostboxAddress
+from trustbatch.cluster.rendezvous import Postbox, PostboxAddress
+from trustbatch.weight_sync.process_group import ENGINE, TRAINER, Backend, Link
 
 HOST = "127.0.0.1"
 SECONDS = 60.0

@@ -12,8 +12,8 @@ if not torch.cuda.is_available():
 import torch.distributed as dist
 
 import checkpoint_ranks as ranks
-from trustbatch.training.checkpoint import newest_checkpoint, restore
-from trustbatch.training.checkpointer import Checkpointer
+from trustbatch.checkpoints.load import newest_checkpoint, restore
+from trustbatch.checkpoints.save import Checkpointer
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from trustbatch.packing.layout import PackedLayout, Unit
-from trustbatch.policy import Policy
-from trustbatch.tiny import build_model, build_tokenizer
+from trustbatch.models.packing.layout import PackedLayout, Unit
+from trustbatch.models.policy import Policy
+from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.training.layer_calls import compile_layers, recompute_layers
 
 pytestmark = [

@@ -8,8 +8,8 @@ from tests.episode_cases import episodes
 
 from trustbatch.batching.micro_batches import micro_batches
 from trustbatch.batching.samples import to_sequences
-from trustbatch.policy import Policy
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.models.policy import Policy
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.training.logprobs import token_logprobs
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def test_every_turn_was_drawn_after_the_whole_conversation(tiny_folder: Path) ->
     assert len(batch.target) == sum(sequence.completion.num_drawn for sequence in sequences)
     with torch.no_grad():
         logp = token_logprobs(policy, batch, temperature=1.0).logp
-    torch.testing.assert_close(logp, batch.behaviour_logp, rtol=0, atol=1e-3)
+    torch.testing.assert_close(logp, batch.behavior_logp, rtol=0, atol=1e-3)
     again = episodes(policy, engine=engine, temperature=1.0)
     assert [c.turns for g in again for c in g.completions] == [
         c.turns for g in groups for c in g.completions

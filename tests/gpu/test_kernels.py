@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from trustbatch.rollout.fp8 import quantise_rows
+from trustbatch.rollout.fp8 import quantize_rows
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.cache import HeadNorms, Heads
 from trustbatch.rollout.native.dense_cache import DenseCache
@@ -66,15 +66,15 @@ def test_block_statistics_with_excluded_tokens_and_blocks() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no e4m3")
-def test_tokens_are_quantised_as_rows_are() -> None:
+def test_tokens_are_quantized_as_rows_are() -> None:
     rows = torch.randn(6, 200, device=DEVICE, dtype=torch.bfloat16)
     rows[3] = 0
-    quantised, scale = kernels.quantise_tokens(rows)
-    expected, expected_scale = quantise_rows(rows)
+    quantized, scale = kernels.quantize_tokens(rows)
+    expected, expected_scale = quantize_rows(rows)
     torch.testing.assert_close(scale, expected_scale)
-    assert (quantised.float() != expected.float()).float().mean() < 1e-2  # ties of the division
+    assert (quantized.float() != expected.float()).float().mean() < 1e-2  # ties of the division
     # e4m3 has three bits after the first: half a unit is a sixteenth
-    torch.testing.assert_close(quantised.float() * scale, rows.float(), rtol=1 / 15, atol=1e-3)
+    torch.testing.assert_close(quantized.float() * scale, rows.float(), rtol=1 / 15, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -68,16 +68,16 @@ def test_kernels_do_what_plain_torch_does(
 
     actual, expected = statistics(logprob_kernels), statistics(logprob_passes)
     torch.testing.assert_close(actual.picked, expected.picked)
-    torch.testing.assert_close(actual.normaliser(), expected.normaliser())
+    torch.testing.assert_close(actual.normalizer(), expected.normalizer())
     if with_entropy:
         torch.testing.assert_close(actual.entropy(), expected.entropy(), rtol=1e-5, atol=1e-5)
 
-    normaliser = expected.normaliser()
+    normalizer = expected.normalizer()
     outputs = OutputGradients(
         ids=ids,
-        logp=expected.picked - normaliser[:, None],
+        logp=expected.picked - normalizer[:, None],
         d_logp=torch.randn(ids.shape, device=DEVICE),
-        normaliser=normaliser,
+        normalizer=normalizer,
         entropy=expected.entropy() if with_entropy else None,
         d_entropy=torch.randn(6, device=DEVICE) * 3 if with_entropy else None,
     )
@@ -105,7 +105,7 @@ def test_a_logit_that_is_not_a_number_is_not_hidden() -> None:
     logits[1, 40] = torch.nan
     found = SliceStatistics.of_nothing(example_ids(3, 100, 1), torch.float32, with_entropy=True)
     logprob_kernels.add_slice(found, logits, None, first=0, temperature=1.0)
-    assert found.normaliser().isnan().tolist() == [False, True, False]
+    assert found.normalizer().isnan().tolist() == [False, True, False]
     assert found.entropy().isnan().tolist() == [False, True, False]
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy import stats
 
-from trustbatch.policy import Policy
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.models.policy import Policy
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.types import Completion, GenerationRequest, SamplingParams
 
@@ -54,7 +54,7 @@ def test_recorded_log_probs(policy: Policy, options: dict[str, float]) -> None:
     for number, completion in enumerate(NativeEngine(policy, seed=0).generate(requests)):
         expected = recomputed(policy, requests[number // 4], completion)
         taken = expected.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        differences.append((completion.behaviour_logp - taken).abs())
+        differences.append((completion.behavior_logp - taken).abs())
         assert completion.top_token_ids is not None
         assert completion.top_token_ids.shape[-1] == 5
     mean = float(torch.cat(differences).nan_to_num(posinf=0.0).mean())
@@ -74,7 +74,7 @@ def test_recorded_anchor(policy: Policy, options: dict[str, float]) -> None:
         assert completion.anchor_logp is not None
         assert completion.anchor_top_logp is not None
         assert torch.equal(completion.token_ids, without[number].token_ids)
-        assert torch.equal(completion.behaviour_logp, without[number].behaviour_logp)
+        assert torch.equal(completion.behavior_logp, without[number].behavior_logp)
         expected = recomputed(policy, plain[number // 4], completion)
         taken = expected.gather(-1, completion.token_ids[:, None]).squeeze(-1)
         differences.append((completion.anchor_logp - taken).abs())
@@ -93,12 +93,12 @@ def test_frequencies_of_eager_and_of_recorded_steps(
     (request, *_) = ask(policy, num_samples=8192, max_tokens=2, stop_token_ids=(), **options)
     drawn = NativeEngine(policy, seed=0).generate([request])
     tokens = torch.stack([completion.token_ids for completion in drawn])
-    favourite = int(tokens[:, 0].mode().values)
-    example = next(c for c in drawn if int(c.token_ids[0]) == favourite)
+    favorite = int(tokens[:, 0].mode().values)
+    example = next(c for c in drawn if int(c.token_ids[0]) == favorite)
     first, second = recomputed(policy, request, example).double().exp()
     for observed, probability in (
         (tokens[:, 0], first),
-        (tokens[tokens[:, 0] == favourite, 1], second),
+        (tokens[tokens[:, 0] == favorite, 1], second),
     ):
         counts = torch.bincount(observed, minlength=len(probability)).double()
         expected = probability / probability.sum() * len(observed)
@@ -137,7 +137,7 @@ def test_fp8_is_near_and_not_the_same(tiny_folder: Path) -> None:
     ):
         expected = recomputed(policy, requests[number // 4], completion)
         taken = expected.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        differences.append((completion.behaviour_logp - taken).abs())
+        differences.append((completion.behavior_logp - taken).abs())
     assert 1e-3 < float(torch.cat(differences).mean()) < 0.3
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
-from trustbatch.packing import attention as attention_module
-from trustbatch.packing import layout as layout_module
-from trustbatch.packing.attention import packed_attention
-from trustbatch.packing.layout import PackedLayout, Unit
-from trustbatch.policy import Policy
+from trustbatch.models.packing import attention as attention_module
+from trustbatch.models.packing import layout as layout_module
+from trustbatch.models.packing.attention import packed_attention
+from trustbatch.models.packing.layout import PackedLayout, Unit
+from trustbatch.models.policy import Policy
 from trustbatch.training.logprobs import token_logprobs
 from trustbatch.types import Completion, FinishReason, Provenance, TrainSequence
 
@@ -86,9 +86,9 @@ def sequences() -> list[TrainSequence]:
                 prompt_id="p",
                 sample=0,
                 token_ids=torch.randint(2, 16, (length,), generator=generator),
-                behaviour_logp=-torch.ones(length),
+                behavior_logp=-torch.ones(length),
                 top_token_ids=None,
-                behaviour_top_logp=None,
+                behavior_top_logp=None,
                 finish_reason=FinishReason.STOP,
                 provenance=PROVENANCE,
                 text="",

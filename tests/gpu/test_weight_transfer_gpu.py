@@ -40,7 +40,7 @@ def test_an_engine_gets_what_a_gpu_holds() -> None:
         import ray
 
         from trustbatch.cluster.direct import DirectPublisher
-        from trustbatch.cluster.link import Backend
+        from trustbatch.weight_sync.process_group import Backend
 
         class Taker:
             def take(self, publication: Any) -> tuple[str, list[float]]:

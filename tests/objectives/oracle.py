@@ -4,7 +4,7 @@ NumPy only, and nothing of the package under test. The gradients are closed form
 hand from the definitions, because a stop-gradient makes the gradient of the loss something else
 than the slope of its value: differences cannot check it.
 
-Notation: l = logp - behaviour_logp, r = exp(l), A = advantage, N tokens, S sequences. A token whose
+Notation: l = logp - behavior_logp, r = exp(l), A = advantage, N tokens, S sequences. A token whose
 l is not finite takes part in nothing.
 """
 
@@ -51,14 +51,14 @@ class Tokens:
     """The response tokens of one step: arrays of length T, and [T, K] for the top tokens."""
 
     logp: Array
-    behaviour_logp: Array
+    behavior_logp: Array
     advantage: Array
     sequence: NDArray[np.int64]
     proximal_logp: Array | None = None
     reference_logp: Array | None = None
     entropy: Array | None = None
     top_logp: Array | None = None
-    behaviour_top_logp: Array | None = None
+    behavior_top_logp: Array | None = None
     proximal_top_logp: Array | None = None
     anchor_logp: Array | None = None
     anchor_top_logp: Array | None = None
@@ -72,7 +72,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Result:
-    """A loss and what the optimiser would see of it."""
+    """A loss and what the optimizer would see of it."""
 
     loss: float
     d_logp: Array
@@ -85,7 +85,7 @@ def ratio(log_ratio: Array) -> Array:
     return np.exp(np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
-def normalised_ess(log_ratio: Array) -> float:
+def normalized_ess(log_ratio: Array) -> float:
     """(sum r)^2 / (N sum r^2); 1/N where the limit on l hides the ratios.
 
     A ratio above the limit, or all of them below it, would read as ratios that agree: trust that
@@ -186,32 +186,32 @@ def random_tokens(
     vocabulary: int = 7,
     top: int = 3,
 ) -> Tokens:
-    """Tokens drawn by a behaviour policy, with every optional field, all from true distributions.
+    """Tokens drawn by a behavior policy, with every optional field, all from true distributions.
 
-    `spread` is how far the policy's logits are from the behaviour policy's, which was drawn from at
+    `spread` is how far the policy's logits are from the behavior policy's, which was drawn from at
     temperature 1.3: the anchor is what it was before.
     """
     rng = np.random.default_rng(seed)
     count = sum(lengths)
     base = rng.normal(size=(count, vocabulary))
-    behaviour, anchor = log_softmax(base), log_softmax(1.3 * base)
+    behavior, anchor = log_softmax(base), log_softmax(1.3 * base)
     policy = log_softmax(base + spread * rng.normal(size=base.shape))
     proximal = log_softmax(policy + proximal_spread * rng.normal(size=base.shape))
     reference = log_softmax(base + 0.5 * rng.normal(size=base.shape))
     rows = np.arange(count)
-    drawn = np.array([rng.choice(vocabulary, p=np.exp(b)) for b in behaviour], dtype=np.int64)
-    likely = np.argsort(-behaviour, axis=1)[:, :top]
+    drawn = np.array([rng.choice(vocabulary, p=np.exp(b)) for b in behavior], dtype=np.int64)
+    likely = np.argsort(-behavior, axis=1)[:, :top]
     ids = rng.permutation(10 * len(lengths))[: len(lengths)]  # ids need not be 0, 1, 2, ...
     return Tokens(
         logp=policy[rows, drawn],
-        behaviour_logp=behaviour[rows, drawn],
+        behavior_logp=behavior[rows, drawn],
         advantage=np.repeat(rng.normal(size=len(lengths)), lengths),
         sequence=np.repeat(ids, lengths).astype(np.int64),
         proximal_logp=proximal[rows, drawn],
         reference_logp=reference[rows, drawn],
         entropy=-(np.exp(policy) * policy).sum(axis=1),
         top_logp=np.take_along_axis(policy, likely, axis=1),
-        behaviour_top_logp=np.take_along_axis(behaviour, likely, axis=1),
+        behavior_top_logp=np.take_along_axis(behavior, likely, axis=1),
         proximal_top_logp=np.take_along_axis(proximal, likely, axis=1),
         anchor_logp=anchor[rows, drawn],
         anchor_top_logp=np.take_along_axis(anchor, likely, axis=1),
@@ -221,7 +221,7 @@ def random_tokens(
 
 def finite(tokens: Tokens) -> NDArray[np.int64]:
     with np.errstate(invalid="ignore"):
-        return np.flatnonzero(np.isfinite(tokens.logp - tokens.behaviour_logp))
+        return np.flatnonzero(np.isfinite(tokens.logp - tokens.behavior_logp))
 
 
 def evaluate(
@@ -240,9 +240,7 @@ def evaluate(
     valid = finite(tokens)
     kept = tokens.take(valid)
     if anchor == "sampler" or tokens.anchor_logp is None:
-        kept = replace(
-            kept, anchor_logp=kept.behaviour_logp, anchor_top_logp=kept.behaviour_top_logp
-        )
+        kept = replace(kept, anchor_logp=kept.behavior_logp, anchor_top_logp=kept.behavior_top_logp)
     n = len(valid) if num_tokens is None else num_tokens
     s = len(np.unique(kept.sequence)) if num_sequences is None else num_sequences
     d_logp = np.zeros_like(tokens.logp)
@@ -282,7 +280,7 @@ def token_terms(
     name: str, t: Tokens, kl: str, options: dict[str, float]
 ) -> tuple[Array, Array, Array | None, dict[str, float]]:
     """Each token's loss before the division by N, its slopes in logp and top_logp, and the ESS."""
-    log_ratio = t.logp - t.behaviour_logp
+    log_ratio = t.logp - t.behavior_logp
     r = ratio(log_ratio)
     a = t.advantage
     if name == "reinforce":
@@ -293,21 +291,21 @@ def token_terms(
         weight = np.minimum(r, 1 + options["clip_high"])  # a constant: the slope of logp is 1
         return -weight * a * t.logp, -weight * a, None, {}
     if name == "decoupled":
-        weight = np.clip(ratio(t.proximal_logp - t.behaviour_logp), 0, options["weight_cap"])
+        weight = np.clip(ratio(t.proximal_logp - t.behavior_logp), 0, options["weight_cap"])
         q = ratio(t.logp - t.proximal_logp)
         value, slope = clipped_surrogate(q, a, options["clip_low"], options["clip_high"])
         return weight * value, weight * slope, None, {}
 
     if name == "pact":
         return pact(t, kl, **options)
-    e_b = normalised_ess(log_ratio)
+    e_b = normalized_ess(log_ratio)
     if name == "p3o":
         e, w_b, w_prox = e_b, 1.0, 0.0
         ess = {"ess": e_b}
     else:
-        e_prox = normalised_ess(t.logp - t.proximal_logp)
+        e_prox = normalized_ess(t.logp - t.proximal_logp)
         e, w_b, w_prox = min(e_b, e_prox), 1 - e_b, 1 - e_prox
-        ess = {"ess": e, "behaviour": e_b, "proximal": e_prox}
+        ess = {"ess": e, "behavior": e_b, "proximal": e_prox}
     weight = np.minimum(r, e)
     value, slope = -weight * a * t.logp, -weight * a
     if kl == "none":
@@ -327,7 +325,7 @@ def token_terms(
         x = t.logp - log_anchor
         penalty, pull = k3(x), k3_slope(x)
     else:
-        penalty, pull = importance_kl(t.logp, log_anchor, t.behaviour_logp)
+        penalty, pull = importance_kl(t.logp, log_anchor, t.behavior_logp)
     return value + (1 - e) * penalty, slope + (1 - e) * pull, None, ess
 
 
@@ -338,10 +336,10 @@ def pact(
     near, near_top = t.proximal_logp, t.proximal_top_logp
     if anchor == "model":
         near, near_top = t.anchor_logp, t.anchor_top_logp
-    r, a = ratio(t.logp - t.behaviour_logp), ratio(near - t.behaviour_logp)
+    r, a = ratio(t.logp - t.behavior_logp), ratio(near - t.behavior_logp)
     e = np.zeros_like(r)
     for source in np.unique(t.source):
-        e[t.source == source] = normalised_ess((t.logp - t.behaviour_logp)[t.source == source])
+        e[t.source == source] = normalized_ess((t.logp - t.behavior_logp)[t.source == source])
     sequences = [t.sequence == one for one in np.unique(t.sequence)]
     rms = np.sqrt(np.mean([t.advantage[inside][0] ** 2 for inside in sequences]))
     drift = r.sum() ** 2 / (a.sum() * (r**2 / a).sum())
@@ -363,7 +361,7 @@ def pact(
         elif kl == "k3":
             penalty, force = k3(t.logp - log_anchor), k3_slope(t.logp - log_anchor)
         else:
-            penalty, force = importance_kl(t.logp, log_anchor, t.behaviour_logp)
+            penalty, force = importance_kl(t.logp, log_anchor, t.behavior_logp)
         value, slope = value + strength * penalty, slope + strength * force
     return value, slope, slope_top, ess
 
@@ -376,7 +374,7 @@ def gspo(t: Tokens, clip_low: float, clip_high: float) -> tuple[float, Array]:
     total, slope = 0.0, np.zeros_like(t.logp)
     for one in np.unique(t.sequence):
         inside = t.sequence == one
-        log_s = np.array([np.mean((t.logp - t.behaviour_logp)[inside])])
+        log_s = np.array([np.mean((t.logp - t.behavior_logp)[inside])])
         advantage = np.array([t.advantage[inside][0]])
         value, in_log_s = clipped_surrogate(ratio(log_s), advantage, clip_low, clip_high)
         total += float(value[0])
@@ -389,7 +387,7 @@ def grpo_is(
 ) -> tuple[Array, Array]:
     """GRPO's surrogate to the proximal policy, times min(u, cap), or u where it is at most cap."""
     level, rule = correction.split("_")
-    log_u = t.proximal_logp - t.behaviour_logp
+    log_u = t.proximal_logp - t.behavior_logp
     u = ratio(log_u) if level == "token" else product_of_sequence(t, log_u)
     if rule == "truncate":
         weight = np.minimum(u, correction_cap)
@@ -402,7 +400,7 @@ def grpo_is(
 
 def dppo(t: Tokens, divergence: str, threshold: float, weight_cap: float) -> tuple[Array, Array]:
     """A capped score function, 0 where p has moved too far in the direction of the update."""
-    p, p_b, a = np.exp(t.logp), np.exp(t.behaviour_logp), t.advantage
+    p, p_b, a = np.exp(t.logp), np.exp(t.behavior_logp), t.advantage
     distance = abs(p - p_b) if divergence == "tv" else binary_kl(p_b, p)
     outward = ((a > 0) & (p > p_b)) | ((a < 0) & (p < p_b))
     weight = np.minimum(p / p_b, weight_cap) * ~(outward & (distance > threshold))
@@ -411,7 +409,7 @@ def dppo(t: Tokens, divergence: str, threshold: float, weight_cap: float) -> tup
 
 def m2po(t: Tokens, threshold: float) -> tuple[Array, Array]:
     """-M r A; the slope in logp is the same, as dr/dlogp = r."""
-    log_ratio = t.logp - t.behaviour_logp
+    log_ratio = t.logp - t.behavior_logp
     value = -m2po_mask(log_ratio, t.advantage, threshold) * ratio(log_ratio) * t.advantage
     return value, value
 
@@ -424,7 +422,7 @@ def vespo(
     lambda_negative: float,
 ) -> tuple[Array, Array]:
     """A score function with weight w^k exp(lambda (1 - w)), a constant."""
-    w = product_of_sequence(t, t.logp - t.behaviour_logp)
+    w = product_of_sequence(t, t.logp - t.behavior_logp)
     positive = w**k_positive * np.exp(lambda_positive * (1 - w))
     negative = w**k_negative * np.exp(lambda_negative * (1 - w))
     weight = np.where(t.advantage >= 0, positive, negative)
@@ -433,15 +431,15 @@ def vespo(
 
 def vcpo(t: Tokens, weight_cap: float, base_ess: float) -> tuple[Array, Array]:
     """A score function with the sequence's ratio, capped; base_ess is the learning rate's."""
-    weight = np.minimum(product_of_sequence(t, t.logp - t.behaviour_logp), weight_cap)
+    weight = np.minimum(product_of_sequence(t, t.logp - t.behavior_logp), weight_cap)
     return -weight * t.advantage * t.logp, -weight * t.advantage
 
 
 def learning_rate_factor(t: Tokens, base_ess: float) -> float:
-    """VCPO's: the square root of the sequences' normalised effective sample size over base_ess."""
-    log_ratio = t.logp - t.behaviour_logp
+    """VCPO's: the square root of the sequences' normalized effective sample size over base_ess."""
+    log_ratio = t.logp - t.behavior_logp
     sums = np.array([log_ratio[t.sequence == one].sum() for one in np.unique(t.sequence)])
-    return float(np.sqrt(min(1.0, normalised_ess(sums) / base_ess)))
+    return float(np.sqrt(min(1.0, normalized_ess(sums) / base_ess)))
 
 
 RIVALS = {"grpo_is": grpo_is, "dppo": dppo, "m2po": m2po, "vespo": vespo, "vcpo": vcpo}

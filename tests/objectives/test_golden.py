@@ -16,11 +16,11 @@ from trustbatch.objectives import build_objective
 def tokens_with_ratios(
     ratios: list[float], advantages: list[float], sequence: list[int] | None = None, **more: object
 ) -> Tokens:
-    """Tokens of behaviour probability 1/4 and the given ratios, so that logp = log(ratio / 4)."""
+    """Tokens of behavior probability 1/4 and the given ratios, so that logp = log(ratio / 4)."""
     r = np.array(ratios)
     return Tokens(
         logp=np.log(r / 4),
-        behaviour_logp=np.full(len(r), log(0.25)),
+        behavior_logp=np.full(len(r), log(0.25)),
         advantage=np.array(advantages, dtype=np.float64),
         sequence=np.array(sequence or range(len(r)), dtype=np.int64),
         **more,
@@ -77,7 +77,7 @@ def test_cispo_by_hand() -> None:
 
 
 def test_decoupled_by_hand() -> None:
-    # behaviour 1/4 everywhere. Token 0: proximal 1/2, policy 1/2: weight 2, q 1, A 1: 2 * 1 = 2.
+    # behavior 1/4 everywhere. Token 0: proximal 1/2, policy 1/2: weight 2, q 1, A 1: 2 * 1 = 2.
     # Token 1: proximal 1/8, policy 1/4: weight 1/2, q 2, A 1: 1/2 * min(2, 1.2) = 0.6.
     # Token 2: proximal 1/4 e^3, weight min(e^3, 5) = 5, q = 1/2, A -1: 5 * min(-1/2, -0.8) = -4.
     # -(2 + 0.6 - 4) / 3 = 1.4 / 3
@@ -109,7 +109,7 @@ def test_grpo_is_by_hand(correction: str, cap: float, expected: float) -> None:
 
 
 def test_grpo_is_by_hand_clips_to_the_proximal_policy() -> None:
-    # behaviour 1/4, proximal 1/2, policy 1: u = 2 and q = 2, A = 1: 2 * min(2, 1.2)
+    # behavior 1/4, proximal 1/2, policy 1: u = 2 and q = 2, A = 1: 2 * min(2, 1.2)
     tokens = tokens_with_ratios([4.0], [1.0], proximal_logp=np.log([1 / 2]))
     assert loss_of("grpo_is", tokens) == pytest.approx(-2.4, abs=1e-12)
 
@@ -219,13 +219,13 @@ def test_p3o_by_hand_with_a_bucket_for_the_rest() -> None:
         [3.0, 1.0],
         [1.0, -1.0],
         top_logp=np.log([[0.75], [0.25]]),
-        behaviour_top_logp=np.log([[0.25], [0.25]]),
+        behavior_top_logp=np.log([[0.25], [0.25]]),
     )
     assert loss_of("p3o", tokens, kl="top_k") == pytest.approx(-0.35 * log(3), abs=1e-12)
 
 
 def two_anchor_example() -> Tokens:
-    # behaviour 1/4, 1/4; policy 3/4, 1/4; proximal 1/4, 1/8:
+    # behavior 1/4, 1/4; policy 3/4, 1/4; proximal 1/4, 1/8:
     # r_b = 3, 1: e_b = 16/20 = 0.8. r_prox = 3, 2: e_prox = 25 / (2 * 13) = 25/26.
     # Distrust 1/5 and 1/26: the mixture takes (1/5) / (1/5 + 1/26) = 26/31 of pi_b.
     # mix: 1/4, and (26/31) (1/4) + (5/31) (1/8) = 57/248
@@ -234,7 +234,7 @@ def two_anchor_example() -> Tokens:
         [1.0, -1.0],
         proximal_logp=np.log([1 / 4, 1 / 8]),
         top_logp=np.log([[0.75], [0.25]]),
-        behaviour_top_logp=np.log([[0.25], [0.25]]),
+        behavior_top_logp=np.log([[0.25], [0.25]]),
         proximal_top_logp=np.log([[0.25], [0.125]]),
     )
 
@@ -258,14 +258,14 @@ def test_two_anchor_by_hand() -> None:
 
 
 def test_two_anchor_by_hand_caps_with_the_smaller_trust() -> None:
-    # The anchors of the example exchanged: policy 3/4, 1/4; behaviour 1/4, 1/8; proximal 1/4, 1/4.
+    # The anchors of the example exchanged: policy 3/4, 1/4; behavior 1/4, 1/8; proximal 1/4, 1/4.
     # e_b = 25/26, e_prox = 0.8 = e; r_b = 3, 2 are both capped at 0.8.
     # The mixture is the same as above; anchor / pi_b is 1 and 57/31.
     given = two_anchor_example()
     tokens = Tokens(
         logp=given.logp,
-        behaviour_logp=given.proximal_logp,
-        proximal_logp=given.behaviour_logp,
+        behavior_logp=given.proximal_logp,
+        proximal_logp=given.behavior_logp,
         advantage=given.advantage,
         sequence=given.sequence,
     )
@@ -343,14 +343,14 @@ def test_a_near_on_policy_float32_step_keeps_a_small_distrust() -> None:
     tokens = rounded_to_float32(
         Tokens(
             logp=b + np.array([1e-3, -1e-3]),
-            behaviour_logp=b,
+            behavior_logp=b,
             advantage=np.zeros(2),
             sequence=np.arange(2),
             top_logp=np.log([[0.75], [0.75]]),
-            behaviour_top_logp=np.log([[0.25], [0.25]]),
+            behavior_top_logp=np.log([[0.25], [0.25]]),
         )
     )
-    distrust = 1 - oracle.normalised_ess(tokens.logp - tokens.behaviour_logp)
+    distrust = 1 - oracle.normalized_ess(tokens.logp - tokens.behavior_logp)
     assert distrust == pytest.approx(1e-6, rel=1e-3)
     loss = run("p3o", tokens, torch.float32, kl="top_k")[1].loss.item()
     assert loss == pytest.approx(distrust * log(3) / 2, rel=1e-5)

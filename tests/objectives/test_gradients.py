@@ -64,12 +64,12 @@ def test_float32_gradient_equals_its_closed_form(name: str, options: Options) ->
 
 
 def test_p3o_gradient_by_hand() -> None:
-    # Behaviour 1/4; r = 3, 1; e = 0.8; A = 1, -1; N = 2.
+    # Behavior 1/4; r = 3, 1; e = 0.8; A = 1, -1; N = 2.
     # Token 0: -(0.8 * 1)/2 + 0.2 * (3 log 3)/2 = -0.4 + 0.3 log 3
     # Token 1: +(0.8 * 1)/2 + 0.2 * (1 log 1)/2 = 0.4
     tokens = Tokens(
         logp=np.log([3 / 4, 1 / 4]),
-        behaviour_logp=np.log([1 / 4, 1 / 4]),
+        behavior_logp=np.log([1 / 4, 1 / 4]),
         advantage=np.array([1.0, -1.0]),
         sequence=np.array([0, 1]),
     )
@@ -86,7 +86,7 @@ def test_p3o_pulls_to_the_model_and_not_to_the_sampler() -> None:
     # Token 1: pi = 1/4, model = 1/8, x = log 2: 0.4 + 0.2 * log(2) / 2
     tokens = Tokens(
         logp=np.log([3 / 4, 1 / 4]),
-        behaviour_logp=np.log([1 / 4, 1 / 4]),
+        behavior_logp=np.log([1 / 4, 1 / 4]),
         advantage=np.array([1.0, -1.0]),
         sequence=np.array([0, 1]),
         anchor_logp=np.log([3 / 4, 1 / 8]),
@@ -102,7 +102,7 @@ def test_grpo_gradient_by_hand_is_silent_only_where_the_clip_binds() -> None:
     # -r A / 4 where not clipped, 0 where clipped (see the golden value of the same four tokens)
     tokens = Tokens(
         logp=np.log([1.5 / 4, 1.5 / 4, 0.5 / 4, 0.5 / 4]),
-        behaviour_logp=np.log([1 / 4] * 4),
+        behavior_logp=np.log([1 / 4] * 4),
         advantage=np.array([1.0, -1.0, 1.0, -1.0]),
         sequence=np.arange(4),
     )
@@ -111,10 +111,10 @@ def test_grpo_gradient_by_hand_is_silent_only_where_the_clip_binds() -> None:
 
 
 def test_decoupled_gradient_by_hand() -> None:
-    # weight 2 (proximal 1/2 over behaviour 1/4), q = 1, A = 3, N = 1: -2 * 1 * 3 = -6
+    # weight 2 (proximal 1/2 over behavior 1/4), q = 1, A = 3, N = 1: -2 * 1 * 3 = -6
     tokens = Tokens(
         logp=np.log([1 / 2]),
-        behaviour_logp=np.log([1 / 4]),
+        behavior_logp=np.log([1 / 4]),
         advantage=np.array([3.0]),
         sequence=np.array([0]),
         proximal_logp=np.log([1 / 2]),
@@ -127,7 +127,7 @@ def test_the_weights_of_the_rivals_are_constants() -> None:
     """One token, A = 3: the gradient is -3 times the weight, whatever the weight's own slope is."""
     tokens = Tokens(
         logp=np.log([1 / 2]),
-        behaviour_logp=np.log([2 / 5]),
+        behavior_logp=np.log([2 / 5]),
         advantage=np.array([3.0]),
         sequence=np.array([0]),
     )
@@ -178,10 +178,10 @@ def test_only_the_weights_are_detached_in_p3o(name: str, kl: str) -> None:
     tokens = oracle.random_tokens(5, [4, 2, 5], spread=0.6)
     frozen = oracle.evaluate(name, tokens, kl=kl)
     e = frozen.ess["ess"]
-    weight = np.minimum(np.exp(tokens.logp - tokens.behaviour_logp), e)
+    weight = np.minimum(np.exp(tokens.logp - tokens.behavior_logp), e)
     anchor, anchor_top = tokens.anchor_logp, tokens.anchor_top_logp
     if name == "two_anchor":
-        w_b, w_prox = 1 - frozen.ess["behaviour"], 1 - frozen.ess["proximal"]
+        w_b, w_prox = 1 - frozen.ess["behavior"], 1 - frozen.ess["proximal"]
         anchor = oracle.log_mixture(w_b, anchor, w_prox, tokens.proximal_logp)
         anchor_top = oracle.log_mixture(w_b, anchor_top, w_prox, tokens.proximal_top_logp)
 
@@ -191,7 +191,7 @@ def test_only_the_weights_are_detached_in_p3o(name: str, kl: str) -> None:
         elif kl == "k3":
             penalty = oracle.k3(logp - anchor)
         else:
-            penalty, _ = oracle.importance_kl(logp, anchor, tokens.behaviour_logp)
+            penalty, _ = oracle.importance_kl(logp, anchor, tokens.behavior_logp)
         return float(np.mean(-weight * tokens.advantage * logp + (1 - e) * penalty))
 
     step = 1e-6
@@ -226,7 +226,7 @@ def test_k3_is_continuous_with_continuous_slope_at_its_edges() -> None:
     def k3_and_slope(x: float) -> tuple[float, float]:
         tokens = Tokens(
             logp=np.array([-1.0]),
-            behaviour_logp=np.array([-1.0]),
+            behavior_logp=np.array([-1.0]),
             advantage=np.zeros(1),
             sequence=np.array([0]),
             reference_logp=np.array([-1.0 - x]),

@@ -17,9 +17,9 @@ from trustbatch.objectives import OBJECTIVES, TokenBatch, build_objective
 
 FLOAT32_LOWEST = float(np.finfo(np.float32).min)
 POISONS = {
-    "behaviour-minus-inf": ("behaviour_logp", -inf),
-    "behaviour-plus-inf": ("behaviour_logp", inf),
-    "behaviour-nan": ("behaviour_logp", nan),
+    "behavior-minus-inf": ("behavior_logp", -inf),
+    "behavior-plus-inf": ("behavior_logp", inf),
+    "behavior-nan": ("behavior_logp", nan),
     "policy-nan": ("logp", nan),
     "policy-minus-inf": ("logp", -inf),
     "policy-plus-inf": ("logp", inf),
@@ -47,7 +47,7 @@ def tokens_with_log_ratios(log_ratios: list[float], advantages: list[float]) -> 
     return replace(
         tokens,
         logp=np.array(log_ratios) - 1.0,
-        behaviour_logp=np.full(count, -1.0),
+        behavior_logp=np.full(count, -1.0),
         proximal_logp=np.full(count, -1.0),
         anchor_logp=np.full(count, -1.0),
         advantage=np.array(advantages, dtype=np.float64),
@@ -275,10 +275,10 @@ def test_the_reference_penalty_pulls_back_at_any_distance() -> None:
 def test_a_finite_but_absurd_log_ratio_is_bounded_too(distance: float, dtype: torch.dtype) -> None:
     """Engines fill masked log-probs with -1e9, -1e30 or the lowest float: l is finite, so the token
     stays, and its ratio is exp(+-60) as for any other l beyond the bound."""
-    # l = +distance, a token that the behaviour policy could not have drawn
+    # l = +distance, a token that the behavior policy could not have drawn
     undrawable = Tokens(
         logp=np.array([-1.0, -1.0]),
-        behaviour_logp=np.array([-distance, -1.0]),
+        behavior_logp=np.array([-distance, -1.0]),
         advantage=np.ones(2),
         sequence=np.arange(2),
     )
@@ -291,8 +291,8 @@ def test_a_finite_but_absurd_log_ratio_is_bounded_too(distance: float, dtype: to
     # l = -distance, a token that the policy has given up: r = exp(-60), nothing to learn from it
     given_up = replace(
         undrawable,
-        logp=undrawable.behaviour_logp,
-        behaviour_logp=undrawable.logp,
+        logp=undrawable.behavior_logp,
+        behavior_logp=undrawable.logp,
         advantage=-np.ones(2),
     )
     for name in ("grpo", "cispo", "p3o"):
@@ -306,8 +306,8 @@ def test_a_finite_but_absurd_log_ratio_is_bounded_too(distance: float, dtype: to
 def test_dppo_measures_certain_and_impossible_tokens(divergence: str, dtype: torch.dtype) -> None:
     # p_b = 1 and p = 1/2; p_b = 1/2 and p = 1; both certain. Nothing is infinite, and the first
     # two have moved too far where the advantage says to move on.
-    logp, behaviour = np.array([log(0.5), 0.0, 0.0]), np.array([0.0, log(0.5), 0.0])
-    tokens = Tokens(logp, behaviour, np.array([-1.0, 1.0, 1.0]), np.arange(3))
+    logp, behavior = np.array([log(0.5), 0.0, 0.0]), np.array([0.0, log(0.5), 0.0])
+    tokens = Tokens(logp, behavior, np.array([-1.0, 1.0, 1.0]), np.arange(3))
     batch, output = run("dppo", tokens, dtype, divergence=divergence)
     assert_finite(batch, output.loss)
     assert_allclose(gradient(batch.logp), [0, 0, -1 / 3], rtol=1e-6)
@@ -340,11 +340,11 @@ def test_a_truncated_support_stays_finite_and_is_left_by_the_policy() -> None:
     policy = logits.log_softmax(-1)
     batch = TokenBatch(
         logp=policy[:2],
-        behaviour_logp=torch.log(torch.tensor([0.9, 0.1], dtype=torch.float64)),
+        behavior_logp=torch.log(torch.tensor([0.9, 0.1], dtype=torch.float64)),
         advantage=torch.zeros(2, dtype=torch.float64),
         sequence=torch.arange(2),
         top_logp=policy.expand(2, 3),
-        behaviour_top_logp=torch.tensor([[log(0.9), log(0.1), -inf]] * 2, dtype=torch.float64),
+        behavior_top_logp=torch.tensor([[log(0.9), log(0.1), -inf]] * 2, dtype=torch.float64),
     )
     objective = build_objective("p3o", kl="top_k")
     loss = objective(batch, objective.totals(batch)).loss
@@ -353,17 +353,17 @@ def test_a_truncated_support_stays_finite_and_is_left_by_the_policy() -> None:
     assert loss > 0
     assert torch.isfinite(logits.grad).all()
     assert logits.grad[2] > 0  # descent lowers the unsupported token ...
-    assert logits.grad[0] < 0  # ... and raises what the behaviour policy prefers
+    assert logits.grad[0] < 0  # ... and raises what the behavior policy prefers
 
 
 @pytest.mark.parametrize("name", ["p3o", "two_anchor"])
 @dtypes
 def test_truncated_and_full_supports_mix_in_one_batch(name: str, dtype: torch.dtype) -> None:
     tokens = oracle.random_tokens(5, [3, 3], spread=0.5)
-    truncated = tokens.behaviour_top_logp.copy()
+    truncated = tokens.behavior_top_logp.copy()
     truncated[0, 2], truncated[1, 1:] = -inf, -inf
     truncated[1, 0] = 0.0  # top-p kept one token: all the mass is there
-    tokens = replace(tokens, behaviour_top_logp=truncated)
+    tokens = replace(tokens, behavior_top_logp=truncated)
     batch, output = run(name, tokens, dtype, kl="top_k")
     assert_finite(batch, output.loss)
     assert all(np.isfinite(value) for value in finished(output).values())
@@ -373,11 +373,11 @@ def test_an_impossible_token_of_the_policy_adds_nothing_to_the_kl() -> None:
     # 0 log 0 = 0: policy (1/2, 1/2, 0) against (1/4, 1/4, 1/2): KL = log 2; r = 2, 1: e = 9/10
     tokens = Tokens(
         logp=np.log([0.5, 0.5]),
-        behaviour_logp=np.log([0.25, 0.5]),
+        behavior_logp=np.log([0.25, 0.5]),
         advantage=np.zeros(2),
         sequence=np.arange(2),
         top_logp=np.array([[log(0.5), log(0.5), -inf]] * 2),
-        behaviour_top_logp=np.log([[0.25, 0.25, 0.5]] * 2),
+        behavior_top_logp=np.log([[0.25, 0.25, 0.5]] * 2),
     )
     batch, output = run("p3o", tokens, kl="top_k")
     assert output.loss.item() == pytest.approx(0.1 * log(2), rel=1e-4)
@@ -390,17 +390,17 @@ def test_a_rest_bucket_of_mass_zero(anchor_covers_all: bool) -> None:
     half, less = np.log([[0.5, 0.5]]), np.log([[0.5, 0.4]])
     tokens = Tokens(
         logp=np.log([0.5, 0.2]),
-        behaviour_logp=np.log([0.25, 0.5]),
+        behavior_logp=np.log([0.25, 0.5]),
         advantage=np.zeros(2),
         sequence=np.arange(2),
         top_logp=np.repeat(less if anchor_covers_all else half, 2, axis=0),
-        behaviour_top_logp=np.repeat(half if anchor_covers_all else less, 2, axis=0),
+        behavior_top_logp=np.repeat(half if anchor_covers_all else less, 2, axis=0),
     )
     batch, output = run("p3o", tokens, kl="top_k")
     assert_finite(batch, output.loss)
     assert output.loss.item() > 0
     if not anchor_covers_all:  # 1/2 log(0.5 / 0.4), the empty bucket adds nothing
-        e = oracle.normalised_ess(tokens.logp - tokens.behaviour_logp)
+        e = oracle.normalized_ess(tokens.logp - tokens.behavior_logp)
         assert output.loss.item() == pytest.approx((1 - e) * 0.5 * log(1.25), rel=1e-3)
 
 
@@ -501,10 +501,10 @@ def test_a_bad_value_is_refused_by_name(name: str, option: str, value: object) -
         ("two_anchor", {}, "proximal_logp"),
         ("p3o", {"kl": "top_k"}, "top_logp"),
         ("p3o", {"kl": "top_k"}, "anchor_top_logp"),
-        ("p3o", {"kl": "top_k", "anchor": "sampler"}, "behaviour_top_logp"),
+        ("p3o", {"kl": "top_k", "anchor": "sampler"}, "behavior_top_logp"),
         ("two_anchor", {"kl": "top_k"}, "top_logp"),
         ("two_anchor", {"kl": "top_k"}, "anchor_top_logp"),
-        ("two_anchor", {"kl": "top_k", "anchor": "sampler"}, "behaviour_top_logp"),
+        ("two_anchor", {"kl": "top_k", "anchor": "sampler"}, "behavior_top_logp"),
         ("two_anchor", {"kl": "top_k"}, "proximal_top_logp"),
         ("pact", {}, "proximal_logp"),
         ("pact", {"kl": "top_k"}, "top_logp"),
@@ -524,7 +524,7 @@ def test_a_missing_field_is_named_with_what_needs_it(
 
 def test_optional_fields_may_be_absent_where_nobody_needs_them() -> None:
     full = oracle.random_tokens(0, [3, 2])
-    bare = Tokens(full.logp, full.behaviour_logp, full.advantage, full.sequence)
+    bare = Tokens(full.logp, full.behavior_logp, full.advantage, full.sequence)
     names = ("reinforce", "grpo", "dapo", "gspo", "cispo", "dppo", "m2po", "vespo", "vcpo", "p3o")
     for name in names:
         loss = run(name, bare)[1].loss.item()
@@ -534,7 +534,7 @@ def test_optional_fields_may_be_absent_where_nobody_needs_them() -> None:
 def fields_of_three_tokens() -> dict[str, torch.Tensor]:
     return {
         "logp": torch.zeros(3),
-        "behaviour_logp": torch.zeros(3),
+        "behavior_logp": torch.zeros(3),
         "advantage": torch.zeros(3),
         "sequence": torch.arange(3),
     }
@@ -545,7 +545,7 @@ def fields_of_three_tokens() -> dict[str, torch.Tensor]:
     [
         ("logp", torch.zeros(3, 1)),
         ("logp", torch.zeros(())),
-        ("behaviour_logp", torch.zeros(2)),
+        ("behavior_logp", torch.zeros(2)),
         ("advantage", torch.zeros(3, 1)),
         ("sequence", torch.arange(4)),
         ("proximal_logp", torch.zeros(4)),
@@ -553,7 +553,7 @@ def fields_of_three_tokens() -> dict[str, torch.Tensor]:
         ("entropy", torch.zeros(())),
         ("top_logp", torch.zeros(3)),
         ("top_logp", torch.zeros(2, 5)),
-        ("behaviour_top_logp", torch.zeros(3, 5, 1)),
+        ("behavior_top_logp", torch.zeros(3, 5, 1)),
         ("proximal_top_logp", torch.zeros(5, 3)),
     ],
 )
@@ -567,7 +567,7 @@ def test_a_wrong_shape_is_refused_by_name(field: str, value: torch.Tensor) -> No
     ("field", "value"),
     [
         ("logp", torch.zeros(3, dtype=torch.int64)),
-        ("behaviour_logp", torch.zeros(3, dtype=torch.int32)),
+        ("behavior_logp", torch.zeros(3, dtype=torch.int32)),
         ("advantage", torch.tensor([True, False, True])),
         ("sequence", torch.zeros(3)),
         ("sequence", torch.tensor([True, False, True])),
@@ -586,5 +586,5 @@ def test_top_fields_of_different_widths_are_refused() -> None:
         TokenBatch(
             **fields_of_three_tokens(),
             top_logp=torch.zeros(3, 4),
-            behaviour_top_logp=torch.zeros(3, 5),
+            behavior_top_logp=torch.zeros(3, 5),
         )

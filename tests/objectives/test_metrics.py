@@ -34,7 +34,7 @@ COMMON = {
     "ratio/p50",
     "ratio/p90",
     "ratio/p99",
-    "kl/behaviour",
+    "kl/behavior",
     "tokens/count",
     "tokens/nonfinite",
     "entropy",
@@ -65,8 +65,8 @@ OWN = {
         "kl/penalty",
         "ratio/capped_fraction",
         "weight/cap",
-        "anchor/behaviour_share",
-        "anchor/ess_behaviour",
+        "anchor/behavior_share",
+        "anchor/ess_behavior",
         "anchor/ess_proximal",
     },
 }
@@ -76,7 +76,7 @@ def ratios_one_half_one_and_a_half() -> Tokens:
     r = np.array([0.5, 0.5, 1.5, 1.5])
     return Tokens(
         logp=np.log(r / 4),
-        behaviour_logp=np.log([0.25] * 4),
+        behavior_logp=np.log([0.25] * 4),
         advantage=np.array([1.0, -1.0, 1.0, -1.0]),
         sequence=np.arange(4),
         proximal_logp=np.log([0.25] * 4),
@@ -115,9 +115,9 @@ def test_common_values_by_their_definition(name: str, options: Options) -> None:
     tokens = oracle.random_tokens(2, [6, 5], spread=0.8)
     _, output = run(name, tokens, **options, **EXTRAS)
     values = finished(output)
-    log_ratio = tokens.logp - tokens.behaviour_logp
+    log_ratio = tokens.logp - tokens.behavior_logp
     r = np.exp(log_ratio)
-    e = oracle.normalised_ess(log_ratio)
+    e = oracle.normalized_ess(log_ratio)
     expected = {
         "policy/loss": output.loss.item(),
         "ess": e,
@@ -125,7 +125,7 @@ def test_common_values_by_their_definition(name: str, options: Options) -> None:
         "ratio/mean": r.mean(),
         "ratio/max": r.max(),
         "ratio/p50": np.median(r),  # of eleven values: the sixth
-        "kl/behaviour": np.mean(r * log_ratio - r + 1),
+        "kl/behavior": np.mean(r * log_ratio - r + 1),
         "kl/reference": np.mean(oracle.k3(tokens.logp - tokens.reference_logp)),
         "entropy": tokens.entropy.mean(),
         "tokens/count": 11,
@@ -164,7 +164,7 @@ def test_capped_fraction_and_cap() -> None:
     assert values["ratio/capped_fraction"] == 0.5
     values = finished(run("cispo", tokens, clip_high=1.0)[1])
     assert (values["weight/cap"], values["ratio/capped_fraction"]) == (2.0, 0.0)
-    # proximal / behaviour = 1 everywhere
+    # proximal / behavior = 1 everywhere
     values = finished(run("decoupled", tokens, weight_cap=0.9)[1])
     assert values["weight/cap"] == pytest.approx(0.9)
     assert values["ratio/capped_fraction"] == 1.0
@@ -172,7 +172,7 @@ def test_capped_fraction_and_cap() -> None:
 
 
 def test_capped_fraction_of_an_importance_weight_is_of_tokens() -> None:
-    # proximal / behaviour = 1/2, 1/2 | 3/2, 3/2 at the tokens, 1/4 | 9/4 in the sequences
+    # proximal / behavior = 1/2, 1/2 | 3/2, 3/2 at the tokens, 1/4 | 9/4 in the sequences
     tokens = ratios_one_half_one_and_a_half()
     tokens = replace(tokens, proximal_logp=tokens.logp, sequence=np.array([0, 0, 1, 1]))
     for level, cap, share in (("token", 1.4, 0.5), ("sequence", 2.0, 0.5), ("sequence", 2.5, 0.0)):
@@ -199,7 +199,7 @@ def test_masked_fraction_counts_dropped_tokens() -> None:
 
 def test_metrics_of_sequence_weights() -> None:
     tokens = oracle.random_tokens(4, [6, 5, 2], spread=0.3)
-    log_ratio = tokens.logp - tokens.behaviour_logp
+    log_ratio = tokens.logp - tokens.behavior_logp
     w = oracle.product_of_sequence(tokens, log_ratio)
     values = finished(run("vcpo", tokens, weight_cap=float(np.median(w)), base_ess=0.9)[1])
     of_sequences = np.unique(w)
@@ -225,11 +225,11 @@ def test_anchor_metrics_of_two_anchor() -> None:
     tokens = oracle.random_tokens(3, [6, 5], spread=0.8)
     ess = oracle.evaluate("two_anchor", tokens).ess
     values = finished(run("two_anchor", tokens)[1])
-    share = (1 - ess["behaviour"]) / (2 - ess["behaviour"] - ess["proximal"])
-    assert values["anchor/ess_behaviour"] == pytest.approx(ess["behaviour"], rel=1e-10)
+    share = (1 - ess["behavior"]) / (2 - ess["behavior"] - ess["proximal"])
+    assert values["anchor/ess_behavior"] == pytest.approx(ess["behavior"], rel=1e-10)
     assert values["anchor/ess_proximal"] == pytest.approx(ess["proximal"], rel=1e-10)
-    assert values["anchor/behaviour_share"] == pytest.approx(share, rel=1e-10)
-    assert values["weight/cap"] == pytest.approx(min(ess["behaviour"], ess["proximal"]), rel=1e-10)
+    assert values["anchor/behavior_share"] == pytest.approx(share, rel=1e-10)
+    assert values["weight/cap"] == pytest.approx(min(ess["behavior"], ess["proximal"]), rel=1e-10)
 
 
 def test_mean_pools_samples_and_averages_steps() -> None:
@@ -345,7 +345,7 @@ def test_what_an_objective_asks_of_the_trainer() -> None:
     assert need_policy == {"m2po", "vcpo", "p3o", "two_anchor", "pact"}
     need_proximal = {n for n, o in asks.items() if o.needs_proximal}
     assert need_proximal == {"decoupled", "grpo_is", "two_anchor", "pact"}
-    clipped = {n: o.clips_behaviour_ratio for n, o in asks.items() if o.clips_behaviour_ratio}
+    clipped = {n: o.clips_behavior_ratio for n, o in asks.items() if o.clips_behavior_ratio}
     masked = {"dppo": "probability", "m2po": "mask"}
     assert clipped == {"grpo": "token", "dapo": "token", "gspo": "sequence", **masked}
     assert not any(o.needs_top_logp for o in asks.values())

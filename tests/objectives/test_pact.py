@@ -15,7 +15,7 @@ def by_hand() -> Tokens:
     """Two sequences of two tokens, all drawn with 1/4: r = 2, 1 and 1, 1; prox had 1/4 of each."""
     return Tokens(
         logp=np.log([2 / 4, 1 / 4, 1 / 4, 1 / 4]),
-        behaviour_logp=np.log([1 / 4] * 4),
+        behavior_logp=np.log([1 / 4] * 4),
         proximal_logp=np.log([1 / 4] * 4),
         advantage=np.array([1.0, 1.0, -2.0, -2.0]),
         sequence=np.array([0, 0, 1, 1]),
@@ -59,7 +59,7 @@ def test_the_pull_is_never_stronger_than_the_advantage() -> None:
 def test_mass_that_leaves_the_support_is_seen_where_the_effective_sample_size_is_blind() -> None:
     # every ratio falls alike, as where top-p never draws what gains
     tokens = by_hand()
-    tokens = replace(tokens, logp=tokens.behaviour_logp + log(0.8))
+    tokens = replace(tokens, logp=tokens.behavior_logp + log(0.8))
     values = finished(run("pact", tokens)[1])
     assert values["ess"] == pytest.approx(1.0, rel=1e-12)
     assert values["pull/ess"] == pytest.approx(1.0, rel=1e-12)
@@ -80,7 +80,7 @@ def test_temperature_alone_is_no_drift() -> None:
 def test_tokens_that_nobody_doubts_do_not_dilute_the_drift() -> None:
     """Doubling the tokens by such as have ratio 1 leaves a sequence's drift what it was."""
     tokens = oracle.random_tokens(4, [200] * 8, spread=0.05, proximal_spread=0.05)
-    tokens = replace(tokens, behaviour_logp=tokens.proximal_logp)  # fresh, at temperature 1
+    tokens = replace(tokens, behavior_logp=tokens.proximal_logp)  # fresh, at temperature 1
     certain = replace(tokens, logp=tokens.proximal_logp)
     both = [np.concatenate([getattr(t, f) for t in (tokens, certain)]) for f in FIELDS]
     twice = Tokens(**dict(zip(FIELDS, both, strict=True)))
@@ -91,7 +91,7 @@ def test_tokens_that_nobody_doubts_do_not_dilute_the_drift() -> None:
     assert diluted["pull/strength"] == pytest.approx(once["pull/strength"], rel=0.05)
 
 
-FIELDS = ("logp", "behaviour_logp", "advantage", "sequence", "proximal_logp", "source")
+FIELDS = ("logp", "behavior_logp", "advantage", "sequence", "proximal_logp", "source")
 
 
 def test_a_stale_source_does_not_tax_a_fresh_one() -> None:
@@ -99,11 +99,11 @@ def test_a_stale_source_does_not_tax_a_fresh_one() -> None:
     is_fresh = np.repeat([True, False], 6)
     tokens = replace(
         tokens,
-        behaviour_logp=np.where(is_fresh, tokens.logp, tokens.behaviour_logp),
+        behavior_logp=np.where(is_fresh, tokens.logp, tokens.behavior_logp),
         proximal_logp=tokens.logp,
         source=np.where(is_fresh, 0, 1),
     )
-    tokens = replace(tokens, anchor_logp=tokens.behaviour_logp)
+    tokens = replace(tokens, anchor_logp=tokens.behavior_logp)
     batch, output = run("pact", tokens)
     fresh = gradient(batch.logp)[:6]
     assert_allclose(fresh, -tokens.advantage[:6] / 12, rtol=1e-12)  # REINFORCE's

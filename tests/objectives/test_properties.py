@@ -183,7 +183,7 @@ def test_on_policy_every_token_objective_has_reinforce_s_gradient(
     name: str, dtype: torch.dtype
 ) -> None:
     tokens = oracle.random_tokens(31, [4, 1, 6], spread=0.0, proximal_spread=0.0)
-    tokens = replace(tokens, behaviour_logp=tokens.logp, proximal_logp=tokens.logp)
+    tokens = replace(tokens, behavior_logp=tokens.logp, proximal_logp=tokens.logp)
     expected, _ = run("reinforce", tokens, dtype)
     batch, output = run(name, tokens, dtype)
     assert_allclose(gradient(batch.logp), gradient(expected.logp), rtol=1e-6, atol=1e-9)
@@ -196,7 +196,7 @@ def test_on_policy_gspo_has_reinforce_s_gradient_of_sequence_means() -> None:
     # d/dlogp of -(1/S) sum A mean(logp) = -A / (S length)
     lengths = [4, 1, 6]
     tokens = oracle.random_tokens(32, lengths)
-    batch, _ = run("gspo", replace(tokens, behaviour_logp=tokens.logp))
+    batch, _ = run("gspo", replace(tokens, behavior_logp=tokens.logp))
     expected = -tokens.advantage / (3 * np.repeat(lengths, lengths))
     assert_allclose(gradient(batch.logp), expected, rtol=1e-12)
 
@@ -204,7 +204,7 @@ def test_on_policy_gspo_has_reinforce_s_gradient_of_sequence_means() -> None:
 @pytest.mark.parametrize("kl", ["importance", "k3", "top_k"])
 def test_on_policy_p3o_has_no_kl_term(kl: str) -> None:
     tokens = oracle.random_tokens(33, [4, 2])
-    tokens = replace(tokens, behaviour_logp=tokens.logp)
+    tokens = replace(tokens, behavior_logp=tokens.logp)
     batch, output = run("p3o", tokens, kl=kl)
     reinforce = oracle.evaluate("reinforce", tokens)
     assert output.loss.item() == pytest.approx(reinforce.loss, rel=1e-12)
@@ -237,7 +237,7 @@ def test_what_m2po_keeps_is_near_and_what_it_drops_had_to_go(
 ) -> None:
     tokens = oracle.random_tokens(seed, lengths, spread=spread)
     batch, _ = run("m2po", tokens, threshold=threshold)
-    log_ratio = tokens.logp - tokens.behaviour_logp
+    log_ratio = tokens.logp - tokens.behavior_logp
     may_go = log_ratio * tokens.advantage > 0
     kept = gradient(batch.logp) != 0
     assert kept[~may_go].all()
@@ -275,12 +275,12 @@ def test_only_vcpo_changes_the_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("kl", ["importance", "k3", "top_k"])
-@pytest.mark.parametrize("proximal", ["logp", "behaviour_logp"])
+@pytest.mark.parametrize("proximal", ["logp", "behavior_logp"])
 def test_two_anchor_with_an_uninformative_proximal_is_p3o(kl: str, proximal: str) -> None:
-    """Proximal == policy: e_prox = 1, its weight is 0. Proximal == behaviour: the mixture is pi_b
+    """Proximal == policy: e_prox = 1, its weight is 0. Proximal == behavior: the mixture is pi_b
     and e_b = e_prox. Either way P3O is left."""
     tokens = oracle.random_tokens(35, [4, 6], spread=0.7)
-    top = {"logp": tokens.top_logp, "behaviour_logp": tokens.behaviour_top_logp}[proximal]
+    top = {"logp": tokens.top_logp, "behavior_logp": tokens.behavior_top_logp}[proximal]
     tokens = replace(tokens, proximal_logp=getattr(tokens, proximal), proximal_top_logp=top)
     two_batch, two = run("two_anchor", tokens, kl=kl, anchor="sampler")
     one_batch, one = run("p3o", tokens, kl=kl, anchor="sampler")
@@ -290,14 +290,14 @@ def test_two_anchor_with_an_uninformative_proximal_is_p3o(kl: str, proximal: str
     assert_allclose(*top_gradients, rtol=1e-9, atol=1e-13)
 
 
-def test_two_anchor_on_policy_to_behaviour_pulls_toward_the_proximal_only() -> None:
+def test_two_anchor_on_policy_to_behavior_pulls_toward_the_proximal_only() -> None:
     # r = 1: e_b = 1, weight 0. e = e_prox caps every token; mix = pi_prox.
     # gradient: (-e A + (1 - e) x) / N with x = logp - proximal
     tokens = oracle.random_tokens(36, [4, 6], proximal_spread=1.0)
-    tokens = replace(tokens, behaviour_logp=tokens.logp)
+    tokens = replace(tokens, behavior_logp=tokens.logp)
     batch, _ = run("two_anchor", tokens)
     x = tokens.logp - tokens.proximal_logp
-    e = oracle.normalised_ess(x)
+    e = oracle.normalized_ess(x)
     assert e < 0.95
     assert_allclose(gradient(batch.logp), (-e * tokens.advantage + (1 - e) * x) / 10, rtol=1e-9)
 
@@ -305,7 +305,7 @@ def test_two_anchor_on_policy_to_behaviour_pulls_toward_the_proximal_only() -> N
 def test_cispo_with_a_cap_at_the_measured_trust_has_p3o_s_policy_term() -> None:
     # 1 + clip_high can't be below 1, so compare where every ratio is below both caps
     tokens = oracle.random_tokens(37, [5, 5])
-    tokens = replace(tokens, logp=tokens.behaviour_logp - 1.0 - 1e-3 * np.arange(10))
+    tokens = replace(tokens, logp=tokens.behavior_logp - 1.0 - 1e-3 * np.arange(10))
     p3o_batch, _ = run("p3o", tokens, kl="top_k")
     cispo_batch, _ = run("cispo", tokens)
     assert_allclose(gradient(p3o_batch.logp), gradient(cispo_batch.logp), rtol=1e-12)
@@ -322,7 +322,7 @@ def test_trust_lies_between_one_over_n_and_one(log_ratios: list[float]) -> None:
     _, output = run("p3o", tokens, kl="k3")
     e = finished(output)["ess"]
     assert 1 / len(l) <= e <= 1
-    assert e == pytest.approx(oracle.normalised_ess(l), rel=1e-10)
+    assert e == pytest.approx(oracle.normalized_ess(l), rel=1e-10)
     assert finished(output)["weight/cap"] == pytest.approx(e, rel=1e-12)
 
 
@@ -330,13 +330,13 @@ def test_trust_lies_between_one_over_n_and_one(log_ratios: list[float]) -> None:
 @given(seed=SEEDS, shift=st.floats(-20, 20))
 def test_trust_ignores_a_common_factor_of_the_ratios(seed: int, shift: float) -> None:
     log_ratio = np.random.default_rng(seed).normal(size=9)
-    assert oracle.normalised_ess(log_ratio + shift) == pytest.approx(
-        oracle.normalised_ess(log_ratio), rel=1e-9
+    assert oracle.normalized_ess(log_ratio + shift) == pytest.approx(
+        oracle.normalized_ess(log_ratio), rel=1e-9
     )
     b = np.full(9, -3.0)
     tokens = Tokens(b + log_ratio + shift, b, np.ones(9), np.arange(9))
     _, output = run("p3o", tokens, kl="k3")
-    assert finished(output)["ess"] == pytest.approx(oracle.normalised_ess(log_ratio), rel=1e-9)
+    assert finished(output)["ess"] == pytest.approx(oracle.normalized_ess(log_ratio), rel=1e-9)
 
 
 def test_every_token_keeps_a_gradient_in_p3o_where_grpo_silences_some() -> None:
@@ -354,21 +354,21 @@ def whole_vocabulary_step(
 
     So the mean over the step's tokens is the expectation under pi_b = counts / sum(counts).
     """
-    behaviour = np.array(counts) / sum(counts)
+    behavior = np.array(counts) / sum(counts)
     drawn = torch.tensor(np.repeat(np.arange(len(counts)), counts))
     policy = logits.log_softmax(-1)
     rows = torch.ones(len(drawn), 1, dtype=torch.float64)
     batch = TokenBatch(
         logp=policy[drawn],
-        behaviour_logp=torch.tensor(np.log(behaviour))[drawn],
+        behavior_logp=torch.tensor(np.log(behavior))[drawn],
         advantage=torch.zeros(len(drawn), dtype=torch.float64),
         sequence=torch.arange(len(drawn)),
         proximal_logp=torch.tensor(np.log(proximal))[drawn],
         top_logp=rows * policy,
-        behaviour_top_logp=rows * torch.tensor(np.log(behaviour)),
+        behavior_top_logp=rows * torch.tensor(np.log(behavior)),
         proximal_top_logp=rows * torch.tensor(np.log(proximal)),
     )
-    return batch, behaviour
+    return batch, behavior
 
 
 def exact_kl(logits: Array, anchor: Array) -> tuple[float, Array]:
@@ -386,7 +386,7 @@ def test_expected_kl_term_is_the_exact_kl_in_value_and_gradient(name: str, kl: s
     vocabulary is exact at every token. A = 0, so the loss is (1 - e) KL and nothing else."""
     logits = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     proximal = np.array([0.4, 0.3, 0.2, 0.1])
-    batch, behaviour = whole_vocabulary_step(logits, [4, 3, 2, 1], proximal[::-1].copy())
+    batch, behavior = whole_vocabulary_step(logits, [4, 3, 2, 1], proximal[::-1].copy())
     proximal = proximal[::-1]
     objective = build_objective(name, kl=kl)
     loss = objective(batch, objective.totals(batch)).loss
@@ -394,48 +394,48 @@ def test_expected_kl_term_is_the_exact_kl_in_value_and_gradient(name: str, kl: s
 
     policy = np.exp(oracle.log_softmax(logits.detach().numpy()))
     # E_b[r] = 1, so e_b = 1 / E_b[r^2]
-    e = e_b = 1 / float((policy**2 / behaviour).sum())
-    anchor = behaviour
+    e = e_b = 1 / float((policy**2 / behavior).sum())
+    anchor = behavior
     if name == "two_anchor":
         r = policy / proximal
-        e_prox = float((behaviour * r).sum() ** 2 / (behaviour * r**2).sum())
+        e_prox = float((behavior * r).sum() ** 2 / (behavior * r**2).sum())
         e = min(e_b, e_prox)
-        anchor = ((1 - e_b) * behaviour + (1 - e_prox) * proximal) / (2 - e_b - e_prox)
+        anchor = ((1 - e_b) * behavior + (1 - e_prox) * proximal) / (2 - e_b - e_prox)
     value, slope = exact_kl(logits.detach().numpy(), anchor)
     assert 1 - e > 0.1
     assert loss.item() == pytest.approx((1 - e) * value, rel=1e-9)
     assert_allclose(logits.grad.numpy(), (1 - e) * slope, rtol=1e-9, atol=1e-12)
 
 
-def test_expected_k3_is_the_reverse_kl_under_the_behaviour_policy() -> None:
+def test_expected_k3_is_the_reverse_kl_under_the_behavior_policy() -> None:
     """E_b[x + 1/r - 1] = -KL(pi_b || pi) + sum pi_b^2 / pi - 1: not KL(pi || pi_b). So `k3` is kept
     for reproduction only, and the test above can tell a biased estimate from an unbiased one."""
     logits = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
-    batch, behaviour = whole_vocabulary_step(logits, [4, 3, 2, 1], np.full(4, 0.25))
+    batch, behavior = whole_vocabulary_step(logits, [4, 3, 2, 1], np.full(4, 0.25))
     objective = build_objective("p3o", kl="k3")
     loss = objective(batch, objective.totals(batch)).loss.item()
     policy = np.exp(oracle.log_softmax(logits.detach().numpy()))
-    e = 1 / float((policy**2 / behaviour).sum())
-    expected = float((behaviour * (np.log(policy / behaviour) + behaviour / policy - 1)).sum())
+    e = 1 / float((policy**2 / behavior).sum())
+    expected = float((behavior * (np.log(policy / behavior) + behavior / policy - 1)).sum())
     assert loss == pytest.approx((1 - e) * expected, rel=1e-9)
-    assert abs(expected - exact_kl(logits.detach().numpy(), behaviour)[0]) > 0.05
+    assert abs(expected - exact_kl(logits.detach().numpy(), behavior)[0]) > 0.05
 
 
 def test_top_k_in_float32_with_the_whole_vocabulary_is_exact() -> None:
     # 1 - sum of probabilities is rounding noise of either sign here: the bucket must not add to KL
     rng = np.random.default_rng(0)
-    behaviour = oracle.log_softmax(rng.normal(size=(6, 50)))
-    policy = oracle.log_softmax(behaviour + 0.3 * rng.normal(size=(6, 50)))
+    behavior = oracle.log_softmax(rng.normal(size=(6, 50)))
+    policy = oracle.log_softmax(behavior + 0.3 * rng.normal(size=(6, 50)))
     tokens = Tokens(
         logp=policy[:, 0],
-        behaviour_logp=behaviour[:, 0],
+        behavior_logp=behavior[:, 0],
         advantage=np.zeros(6),
         sequence=np.arange(6),
         top_logp=policy,
-        behaviour_top_logp=behaviour,
+        behavior_top_logp=behavior,
     )
-    e = oracle.normalised_ess(tokens.logp - tokens.behaviour_logp)
-    exact = float((np.exp(policy) * (policy - behaviour)).sum(axis=1).mean())
+    e = oracle.normalized_ess(tokens.logp - tokens.behavior_logp)
+    exact = float((np.exp(policy) * (policy - behavior)).sum(axis=1).mean())
     loss = run("p3o", tokens, torch.float32, kl="top_k")[1].loss.item()
     assert loss == pytest.approx((1 - e) * exact, rel=1e-4)
 
@@ -443,17 +443,17 @@ def test_top_k_in_float32_with_the_whole_vocabulary_is_exact() -> None:
 def test_a_coarser_top_k_never_exceeds_the_exact_kl() -> None:
     # joining tokens into one bucket loses information: KL can only fall (log-sum inequality)
     rng = np.random.default_rng(1)
-    behaviour = oracle.log_softmax(rng.normal(size=(5, 8)))
-    policy = oracle.log_softmax(behaviour + rng.normal(size=(5, 8)))
+    behavior = oracle.log_softmax(rng.normal(size=(5, 8)))
+    policy = oracle.log_softmax(behavior + rng.normal(size=(5, 8)))
     losses = []
     for k in range(1, 9):
         tokens = Tokens(
             logp=policy[:, 0],
-            behaviour_logp=behaviour[:, 0],
+            behavior_logp=behavior[:, 0],
             advantage=np.zeros(5),
             sequence=np.arange(5),
             top_logp=policy[:, :k],
-            behaviour_top_logp=behaviour[:, :k],
+            behavior_top_logp=behavior[:, :k],
         )
         losses.append(run("p3o", tokens, kl="top_k")[1].loss.item())
     assert all(a <= b + 1e-12 for a, b in pairwise(losses))
@@ -464,13 +464,13 @@ def test_selected_tokens_keep_the_gradient_of_the_policy_only() -> None:
     batch = to_batch(oracle.random_tokens(41, [3, 2]))
     assert len(batch) == 5
     some = batch.select(torch.tensor([3, 0]))
-    assert torch.equal(some.behaviour_logp, batch.behaviour_logp[[3, 0]])
+    assert torch.equal(some.behavior_logp, batch.behavior_logp[[3, 0]])
     assert torch.equal(some.top_logp, batch.top_logp[[3, 0]])
     assert some.logp.requires_grad
-    # a behaviour policy that was passed with its graph is data all the same
+    # a behavior policy that was passed with its graph is data all the same
     tied = TokenBatch(
         logp=batch.logp,
-        behaviour_logp=batch.logp * 1.0,
+        behavior_logp=batch.logp * 1.0,
         advantage=batch.advantage,
         sequence=batch.sequence,
     )
@@ -483,16 +483,14 @@ def test_selected_tokens_keep_the_gradient_of_the_policy_only() -> None:
 
 
 @every_objective
-def test_who_clips_the_behaviour_ratio_says_so(name: str, options: Options) -> None:
+def test_who_clips_the_behavior_ratio_says_so(name: str, options: Options) -> None:
     """Tokens in sequences of their own, at r = exp(-1) and exp(1), each with both advantages."""
     tokens = oracle.random_tokens(0, [1, 1, 1, 1])
-    behaviour = tokens.logp - np.array([-1.0, -1.0, 1.0, 1.0])
+    behavior = tokens.logp - np.array([-1.0, -1.0, 1.0, 1.0])
     advantage = np.array([-1.0, 1.0, 1.0, -1.0])
-    tokens = replace(
-        tokens, behaviour_logp=behaviour, advantage=advantage, proximal_logp=tokens.logp
-    )
+    tokens = replace(tokens, behavior_logp=behavior, advantage=advantage, proximal_logp=tokens.logp)
     batch, _ = run(name, tokens, **options)
     # where the ratio already is beyond what the advantage asks for, and where it is not
     beyond, short = gradient(batch.logp)[::2], gradient(batch.logp)[1::2]
     clips = bool((beyond == 0).any() and (short != 0).all())
-    assert clips == (build_objective(name).clips_behaviour_ratio is not None)
+    assert clips == (build_objective(name).clips_behavior_ratio is not None)

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from tests.ranks.train_worker import make_batches
 
 from trustbatch.config import LoraConfig, TrainingConfig
+from trustbatch.models.policy import Policy
 from trustbatch.objectives import build_objective
-from trustbatch.policy import Policy
-from trustbatch.ranks import joined_ranks, num_ranks, this_rank
 from trustbatch.training.layer_calls import compile_layers
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import TrainSequence
+from trustbatch.utils.distributed import joined_ranks, num_ranks, this_rank
 
 VARIANTS: dict[str, dict[str, object]] = {
     "recomputed": {"gradient_checkpointing": True},
@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 if find_spec("peft"):
     VARIANTS |= {"lora": {}, "lora recomputed": {"gradient_checkpointing": True}}
 if find_spec("torchao"):
-    VARIANTS |= {"8-bit": {"optimiser": "adamw_8bit"}}
+    VARIANTS |= {"8-bit": {"optimizer": "adamw_8bit"}}
 
 
 def main(model: str, output: str) -> None:
@@ -62,7 +62,7 @@ def train(
         policy.add_adapters(LoraConfig(rank=4), seed=0)
         objective["reference_kl_coef"] = 0.1
         reference = policy.without_adapters()
-    if "optimiser" not in settings:  # 8-bit moments are for float32 parameters
+    if "optimizer" not in settings:  # 8-bit moments are for float32 parameters
         policy.model.double()  # the order of sums does not matter to the digits compared
     if num_ranks() > 1:
         shard(policy, device=torch.device("cpu"))

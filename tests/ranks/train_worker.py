@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import save_file
 
 from trustbatch.config import TrainingConfig
+from trustbatch.models.policy import Policy
 from trustbatch.objectives import OBJECTIVES, build_objective
-from trustbatch.policy import Policy
-from trustbatch.ranks import joined_ranks, num_ranks, this_rank
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import Completion, GenerationRequest, SamplingParams, TrainSequence
+from trustbatch.utils.distributed import joined_ranks, num_ranks, this_rank
 
 VARIANTS: dict[str, dict[str, object]] = {name: {} for name in OBJECTIVES} | {
     "p3o top_k": {"kl": "top_k"},

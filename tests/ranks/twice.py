@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import trustbatch
-from trustbatch.tiny import build_model, build_tokenizer
+from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.types import Prompt
 
 

@@ -23,7 +23,7 @@ def packed_bins(units: Sequence[TrainUnit], *, max_tokens: int, num_ranks: int) 
 
 
 def padded_bins(units: Sequence[TrainUnit], *, max_tokens: int) -> list[Bin]:
-    """Put neighbours in length together, at most `max_tokens` in each bin with padding."""
+    """Put neighbors in length together, at most `max_tokens` in each bin with padding."""
     bins: list[Bin] = []
     for unit in units:
         # the first unit of a bin is its longest and sets the width

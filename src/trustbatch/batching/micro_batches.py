@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trustbatch.batching.division import Bin, bins_of_rank, packed_bins, padded_bins
 from trustbatch.batching.units import TrainUnit, units_of
-from trustbatch.packing.layout import PackedLayout, Unit, ranges
+from trustbatch.models.packing.layout import PackedLayout, Unit, ranges
 from trustbatch.types import Completion, TrainSequence
 
 
@@ -36,16 +36,16 @@ class MicroBatch:
     """[T] number of the sequence that it belongs to"""
     target: Tensor
     """[T] the token itself"""
-    behaviour_logp: Tensor
+    behavior_logp: Tensor
     """[T]"""
     advantage: Tensor
     """[T]"""
     top_token_ids: Tensor | None
     """[T, K]"""
-    behaviour_top_logp: Tensor | None
+    behavior_top_logp: Tensor | None
     """[T, K]"""
     anchor_logp: Tensor | None
-    """[T], where it differs from `behaviour_logp`"""
+    """[T], where it differs from `behavior_logp`"""
     anchor_top_logp: Tensor | None
     """[T, K]"""
     policies: tuple[str, ...]
@@ -53,7 +53,7 @@ class MicroBatch:
     version: Tensor
     """[T] and with which version of its weights, for each token"""
     source: Tensor
-    """[T] the number of that pair of policy and version among all of the optimiser step"""
+    """[T] the number of that pair of policy and version among all of the optimizer step"""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Move every tensor."""
@@ -72,7 +72,7 @@ def micro_batches(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> list[MicroBatch]:
-    """Divide the sequences of an optimiser step over the ranks, and return those of one rank.
+    """Divide the sequences of an optimizer step over the ranks, and return those of one rank.
 
     A batch computes at most `max_tokens` tokens, or one longer sequence. All ranks get equally many
     batches; a batch without a sequence has one input token, which predicts nothing.
@@ -131,12 +131,12 @@ def _lay_out(
         index=_index(units, begins),
         sequence=torch.arange(len(sequences)).repeat_interleave(lengths),
         target=torch.cat([none.long(), *(each.of_policy(each.token_ids) for each in completions)]),
-        behaviour_logp=torch.cat(
-            [none, *(each.of_policy(each.behaviour_logp) for each in completions)]
+        behavior_logp=torch.cat(
+            [none, *(each.of_policy(each.behavior_logp) for each in completions)]
         ),
         advantage=advantage.repeat_interleave(lengths),
         top_token_ids=_cat(completions, "top_token_ids", torch.int64, top),
-        behaviour_top_logp=_cat(completions, "behaviour_top_logp", torch.float32, top),
+        behavior_top_logp=_cat(completions, "behavior_top_logp", torch.float32, top),
         anchor_logp=_anchors(completions, "logp") if has_anchor else None,
         anchor_top_logp=_anchors(completions, "top_logp", top) if has_anchor and top else None,
         policies=tuple(completion.provenance.policy for completion in completions),
@@ -211,6 +211,6 @@ def _anchors(completions: Sequence[Completion], what: str, *width: int) -> Tenso
     for each in completions:
         anchor = getattr(each, f"anchor_{what}")
         parts.append(
-            each.of_policy(getattr(each, f"behaviour_{what}") if anchor is None else anchor)
+            each.of_policy(getattr(each, f"behavior_{what}") if anchor is None else anchor)
         )
     return torch.cat(parts)

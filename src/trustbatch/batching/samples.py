@@ -1,4 +1,4 @@
-"""From scored groups to sequences, and from sequences to the parts of one optimiser step each."""
+"""From scored groups to sequences, and from sequences to the parts of one optimizer step each."""
 
 import math
 import random

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from trustbatch.packing.layout import Unit
+from trustbatch.models.packing.layout import Unit
 from trustbatch.types import TrainSequence
 
 WORTH_SHARING = 0.9

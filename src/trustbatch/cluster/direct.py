@@ -16,11 +16,11 @@ from typing import Any
 import ray
 import torch
 
-from trustbatch.cluster.buckets import Bucket, BucketLayout, packed
-from trustbatch.cluster.link import TRAINER, Backend, Link
-from trustbatch.cluster.postbox import PATIENCE, Answer, Ask, Postbox, PostboxAddress
 from trustbatch.cluster.publications import Weights
 from trustbatch.cluster.receiver import gpu_name, receiver_at
+from trustbatch.cluster.rendezvous import PATIENCE, Answer, Ask, Postbox, PostboxAddress
+from trustbatch.weight_sync.buckets import Bucket, BucketLayout, packed
+from trustbatch.weight_sync.process_group import TRAINER, Backend, Link
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from trustbatch.cluster.publications import Publication
 from trustbatch.config import Config
 from trustbatch.engines import Engines, open_engines
 from trustbatch.errors import DeadEngineError, EngineError
-from trustbatch.gpu_memory import let_memory_be_shared
-from trustbatch.policy import Policy, default_precision, quiet_bars
-from trustbatch.ranks import rank_device
-from trustbatch.rollout.canary_reference import CanaryReference
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.models.policy import Policy, default_precision, quiet_bars
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.session import load_model
+from trustbatch.training.canary_reference import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
+from trustbatch.utils.cuda_memory import let_memory_be_shared
+from trustbatch.utils.distributed import rank_device
 
 NOTHING_LOADED = -1
 OFFERS = "offers"

@@ -8,10 +8,10 @@ import ray
 import torch
 from torch import Tensor
 
-from trustbatch.cluster.buckets import BucketLayout
-from trustbatch.cluster.link import ENGINE, Link
-from trustbatch.cluster.postbox import Ask, PostboxAddress
+from trustbatch.cluster.rendezvous import Ask, PostboxAddress
 from trustbatch.errors import EngineError
+from trustbatch.weight_sync.buckets import BucketLayout
+from trustbatch.weight_sync.process_group import ENGINE, Link
 
 
 class Receiver:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import ray
 
-from trustbatch.cluster.crew import Crew, Worker
+from trustbatch.cluster.actor_pool import Crew, Worker
 from trustbatch.cluster.placement import Places, machines
 from trustbatch.cluster.reward_actor import RemoteGrader
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
 from trustbatch.plan.demand import Demand
 from trustbatch.rewards import Scorer
-from trustbatch.rollout.in_parts import parts_of
+from trustbatch.rollout.chunked_engine import parts_of
 from trustbatch.tasks import Task
 from trustbatch.types import Grade, RolloutGroup
 

@@ -12,7 +12,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayTaskError
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
-from trustbatch.cluster.crew import DEATHS
+from trustbatch.cluster.actor_pool import DEATHS
 from trustbatch.cluster.driver import IsAskedToStop, Train
 from trustbatch.cluster.interface import listener_at, stay_on_interface
 from trustbatch.cluster.placement import Places, machines
@@ -20,8 +20,8 @@ from trustbatch.cluster.sent_task import refuse_unsendable
 from trustbatch.config import Config
 from trustbatch.errors import EngineError, TrustbatchError
 from trustbatch.plan.demand import Demand
-from trustbatch.ranks import DEADLINE, joined_ranks
 from trustbatch.tasks import Task
+from trustbatch.utils.distributed import DEADLINE, joined_ranks
 
 if TYPE_CHECKING:
     from trustbatch.api import RunResult

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from trustbatch.doctor.draws import Draws
 from trustbatch.doctor.forwards import in_precision
-from trustbatch.doctor.laws import Law, Mismatch
 from trustbatch.doctor.recompute import Layout, logit_rows, recompute
-from trustbatch.policy import Policy
+from trustbatch.doctor.sampling_distributions import Law, Mismatch
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.sampling import sampling_logprobs
 
 

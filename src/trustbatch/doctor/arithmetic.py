@@ -11,10 +11,10 @@ from torch import Tensor
 
 from trustbatch.doctor.draws import Draws
 from trustbatch.doctor.forwards import FORWARDS, in_precision
-from trustbatch.doctor.laws import Law, Mismatch
 from trustbatch.doctor.recompute import Layout, recompute
+from trustbatch.doctor.sampling_distributions import Law, Mismatch
 from trustbatch.doctor.search import search
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 
 PLAIN = Law()
 FLOAT32_NOISE = 1e-4

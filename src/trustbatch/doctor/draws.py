@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Completion, Prompt, Provenance, SamplingParams, TrainSequence
@@ -42,7 +42,7 @@ class Draws:
             replace(sequence, completion=_of_anchor(sequence.completion))
             for sequence in self.sequences
         ]
-        recorded = [sequence.completion.behaviour_logp.double() for sequence in sequences]
+        recorded = [sequence.completion.behavior_logp.double() for sequence in sequences]
         return Draws(sequences, torch.cat(recorded), self.provenance)
 
 
@@ -51,8 +51,8 @@ def _of_anchor(completion: Completion) -> Completion:
     logp, top_logp = completion.anchor_logp, completion.anchor_top_logp
     return replace(
         completion,
-        behaviour_logp=completion.behaviour_logp if logp is None else logp,
-        behaviour_top_logp=completion.behaviour_top_logp if top_logp is None else top_logp,
+        behavior_logp=completion.behavior_logp if logp is None else logp,
+        behavior_top_logp=completion.behavior_top_logp if top_logp is None else top_logp,
         anchor_logp=None,
         anchor_top_logp=None,
     )
@@ -98,7 +98,7 @@ def draw_tokens(
                         advantage=float(len(sequences)),
                     )
                 )
-                recorded.append(completion.behaviour_logp.double())
+                recorded.append(completion.behavior_logp.double())
         if sum(map(len, recorded)) >= num_tokens:
             break
     return Draws(sequences, torch.cat(recorded), sequences[0].completion.provenance)

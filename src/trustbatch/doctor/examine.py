@@ -7,11 +7,11 @@ from trustbatch.config import Config
 from trustbatch.doctor.anchor import AnchorResult, examine_anchor
 from trustbatch.doctor.arithmetic import PLAIN, ArithmeticResult, examine_arithmetic
 from trustbatch.doctor.draws import Draws, draw_tokens
-from trustbatch.doctor.laws import Law
 from trustbatch.doctor.probe import ProbeResult, probe_updates
 from trustbatch.doctor.recompute import Layout, recompute
-from trustbatch.doctor.sampling_law import SamplingResult, examine_sampling
-from trustbatch.policy import Policy
+from trustbatch.doctor.sampling import SamplingResult, examine_sampling
+from trustbatch.doctor.sampling_distributions import Law
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.session import configured_sampling
 from trustbatch.tasks import Task

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.fp8 import round_rows
 
 
@@ -38,7 +38,7 @@ def in_fp8(policy: Policy) -> Iterator[None]:
     ]
     hooks = [module.register_forward_pre_hook(_round_input) for module in linears]
     try:
-        # engines quantise the bfloat16 values of the weights
+        # engines quantize the bfloat16 values of the weights
         with _other_values(
             (module.weight for module in linears), lambda w: round_rows(w.bfloat16().float())
         ):

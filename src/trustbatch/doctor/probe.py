@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trustbatch.doctor.draws import Draws
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 
 FIRST_SCALE = 0.01

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from trustbatch.batching.micro_batches import micro_batches
 from trustbatch.doctor.draws import Draws
-from trustbatch.doctor.laws import Law, LawStatistics
-from trustbatch.policy import Policy
+from trustbatch.doctor.sampling_distributions import Law, LawStatistics
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.training.logprobs import response_logits
 
@@ -54,14 +54,14 @@ def logit_rows(policy: Policy, draws: Draws, layout: Layout) -> Iterator[LogitRo
     ):
         batch = batch.to(policy.device)
         logits = response_logits(policy, batch)  # [T, V]
-        top_ids, top_logp = batch.top_token_ids, batch.behaviour_top_logp
+        top_ids, top_logp = batch.top_token_ids, batch.behavior_top_logp
         size = max(CHUNK_ELEMENTS // logits.shape[-1], 1)
         for start in range(0, len(logits), size):
             rows = slice(start, start + size)
             yield LogitRows(
                 logits[rows].float(),
                 batch.target[rows],
-                batch.behaviour_logp[rows],
+                batch.behavior_logp[rows],
                 batch.advantage[rows],
                 None if top_ids is None else top_ids[rows],
                 None if top_logp is None else top_logp[rows],

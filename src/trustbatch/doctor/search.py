@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from trustbatch.doctor.draws import Draws
-from trustbatch.doctor.laws import Law
 from trustbatch.doctor.recompute import Layout, logit_rows
-from trustbatch.policy import Policy
+from trustbatch.doctor.sampling_distributions import Law
+from trustbatch.models.policy import Policy
 
 TEMPERATURES = (
     *(0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
@@ -84,8 +84,8 @@ def _logp(
 ) -> tuple[Tensor, Tensor]:
     """Return the targets' log-probs without a cut [R, 1], and under each cut [R, S]."""
     scaled = ordered / temperature
-    normaliser = scaled.logsumexp(-1, keepdim=True)
-    cumulative = (scaled - normaliser).exp().cumsum(-1)  # [R, V]
+    normalizer = scaled.logsumexp(-1, keepdim=True)
+    cumulative = (scaled - normalizer).exp().cumsum(-1)  # [R, V]
     size = ordered.shape[-1]
     last = torch.tensor([(min(k, size) if k else size) - 1 for k, _ in supports]).to(ordered.device)
     top_p = torch.tensor([p for _, p in supports]).to(ordered)
@@ -93,7 +93,7 @@ def _logp(
     kept = torch.searchsorted(cumulative, (within_k * top_p).contiguous())
     kept = torch.where(top_p < 1.0, torch.minimum(kept, last), last)
     mass = cumulative.gather(-1, kept)
-    full = own / temperature - normaliser
+    full = own / temperature - normalizer
     return full, torch.where(rank <= kept, full - mass.log(), -torch.inf)
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trustbatch.doctor.examine import Examination
-from trustbatch.doctor.laws import Law
+from trustbatch.doctor.sampling_distributions import Law
 from trustbatch.doctor.verdict import Status, Verdict
 
 STYLES = {Status.GOOD: "green", Status.CONFIGURED: "yellow", Status.FAULT: "bold red"}

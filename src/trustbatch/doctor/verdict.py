@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from trustbatch.cautions import cautions
 from trustbatch.config import Config
+from trustbatch.config.cautions import cautions
 from trustbatch.doctor.arithmetic import NOISE_FACTOR, PLAIN
 from trustbatch.doctor.examine import Examination
-from trustbatch.doctor.laws import Law, Mismatch
-from trustbatch.doctor.sampling_law import MAX_Z
+from trustbatch.doctor.sampling import MAX_Z
+from trustbatch.doctor.sampling_distributions import Law, Mismatch
 
 STALE_BELOW = 0.5
 """share of a weight update's effect below which the engine has not taken it over"""
@@ -239,7 +239,7 @@ def _support(e: Examination) -> Finding:
             "it. The engine has sampling settings of its own, such as those of the model's "
             "generation_config.json: remove them there.",
         )
-    if _is_not_renormalised(e):
+    if _is_not_renormalized(e):
         return Finding(
             "top-k, top-p",
             measured,
@@ -247,8 +247,8 @@ def _support(e: Examination) -> Finding:
             "support",
             part,
             f"Tokens are drawn with {drawn.support}, but the recorded log-probs are not "
-            f"renormalised over it: they are those of {sampling.recorded} (mean residual "
-            f"{sampling.residuals[sampling.recorded]:.1g}, renormalised "
+            f"renormalized over it: they are those of {sampling.recorded} (mean residual "
+            f"{sampling.residuals[sampling.recorded]:.1g}, renormalized "
             f"{sampling.residuals[drawn]:.1g}). The ratios leave out the lost mass and look "
             f"on-policy (E[r] = {sampling.total.mean_ratio:.3f}, in truth "
             f"{sampling.true.mean_ratio:.3f}). Have the engine return processed log-probs, or "
@@ -288,7 +288,7 @@ def _logprob_mode(e: Examination) -> Finding:
             "though at T = 1 without a cut they agree: the engine changes them when it applies "
             "sampling settings. Every ratio of such a batch is wrong.",
         )
-    if recorded == drawn or _is_not_renormalised(e):
+    if recorded == drawn or _is_not_renormalized(e):
         return Finding("log-prob mode", measured, Status.GOOD)
     by_config = e.logprob_mode == "raw" and recorded == PLAIN
     return Finding(
@@ -377,7 +377,7 @@ def _micro_batch(e: Examination) -> Finding:
     )
 
 
-def _is_not_renormalised(e: Examination) -> bool:
+def _is_not_renormalized(e: Examination) -> bool:
     """Whether the numbers lack the division by the mass that the cut leaves."""
     drawn, recorded = e.sampling.drawn, e.sampling.recorded
     return (

@@ -7,12 +7,12 @@ from typing import Any
 
 from trustbatch.evaluation.settings import SamplingSettings
 from trustbatch.evaluation.suite import EvaluatedTask
-from trustbatch.policy import Policy
-from trustbatch.ranks import done_once
+from trustbatch.models.policy import Policy
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Completion, Grade, Prompt, RolloutGroup
+from trustbatch.utils.distributed import done_once
 
 
 def draw_records(

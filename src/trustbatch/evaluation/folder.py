@@ -18,7 +18,7 @@ from trustbatch.evaluation.page import pass_at_k_page
 from trustbatch.evaluation.results import RESULTS_FILE, EvaluationResults
 from trustbatch.evaluation.suite import EvaluatedTask
 from trustbatch.evaluation.table import results_table
-from trustbatch.observe.folder_files import lock_folder, write_whole
+from trustbatch.utils.files import lock_folder, write_whole
 
 
 class EvaluationFolder:

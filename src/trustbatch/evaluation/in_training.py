@@ -21,13 +21,13 @@ from trustbatch.evaluation.progress import EvaluationProgress
 from trustbatch.evaluation.scores import score_tasks
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import EvaluatedTask, TaskChoice, load_suite
+from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import RunFolder, describe_environment
 from trustbatch.plan.shortage import memory_advice
-from trustbatch.policy import Policy
-from trustbatch.ranks import num_ranks, this_rank
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.collect import encode_checked
 from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.utils.distributed import num_ranks, this_rank
 
 
 class InTrainingEvaluation:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trustbatch.config import MAX_TURNS
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 from trustbatch.rewards import Scorer, rewards_of
 from trustbatch.rollout.collect import collect
-from trustbatch.rollout.native_engine import NativeEngine
+from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import Task
 from trustbatch.types import RolloutGroup, SamplingParams
 

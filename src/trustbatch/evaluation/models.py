@@ -4,10 +4,10 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from trustbatch.checkpoints.load import newest_checkpoint
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.suite import EvaluatedTask
-from trustbatch.policy import Policy
-from trustbatch.training.checkpoint import newest_checkpoint
+from trustbatch.models.policy import Policy
 
 _ELEMENTS_LOOKED_AT = 256
 

@@ -23,11 +23,11 @@ from trustbatch.evaluation.progress import EvaluationProgress
 from trustbatch.evaluation.results import EvaluationResults
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import EvaluatedTask
+from trustbatch.models.policy import Policy
 from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.run_folder import describe_environment
-from trustbatch.policy import Policy
 from trustbatch.rewards import Scorer
-from trustbatch.rollout.vllm_engine import require_vllm
+from trustbatch.rollout.vllm.engine import require_vllm
 from trustbatch.session import load_model
 
 MAX_SEQUENCES = {"cuda": 512, "cpu": 64}

@@ -11,7 +11,7 @@ from trustbatch.types import SamplingParams
 if TYPE_CHECKING:
     from trustbatch.config import RolloutConfig
     from trustbatch.evaluation.suite import EvaluatedTask
-    from trustbatch.policy import Policy
+    from trustbatch.models.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,15 +3,15 @@
 import time
 from collections.abc import Sequence
 
+from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.errors import EngineError
-from trustbatch.loop_state import LoopState
-from trustbatch.loops.drawer import Drawer
 from trustbatch.loops.live_status import LiveStatus
+from trustbatch.loops.rollout_producer import Drawer
 from trustbatch.loops.step import is_checkpoint_due, train_on, write_down
 from trustbatch.observe.progress import Progress
-from trustbatch.ranks import from_rank_zero, patient_group
 from trustbatch.session import Session
 from trustbatch.types import RolloutGroup
+from trustbatch.utils.distributed import from_rank_zero, patient_group
 
 
 def train_async(session: Session, progress: Progress) -> dict[str, float]:

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trustbatch.loops.drawer import Drawer
+from trustbatch.loops.rollout_producer import Drawer
 from trustbatch.observe.status import EngineStatus, RunStatus, WorkerState, WorkerStatus
 from trustbatch.session import Session
 
 if TYPE_CHECKING:  # Ray is imported only where a run has [cluster]
-    from trustbatch.cluster.crew import Crew, Worker
+    from trustbatch.cluster.actor_pool import Crew, Worker
 
 STEPS_AVERAGED = 10
 SECONDS_BETWEEN = 1.0

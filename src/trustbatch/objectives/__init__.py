@@ -1,4 +1,4 @@
-"""The maths of the policy update: pure functions of packed response tokens.
+"""The math of the policy update: pure functions of packed response tokens.
 
     objective = build_objective("p3o")
     totals = objective.totals(batch)       # add them over all micro-batches and ranks of a step

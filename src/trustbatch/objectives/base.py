@@ -1,4 +1,4 @@
-"""What all objectives share: totals of the optimiser step, common terms, metrics, the call."""
+"""What all objectives share: totals of the optimizer step, common terms, metrics, the call."""
 
 import math
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ ClipKind = Literal["token", "mask", "probability", "sequence"]
 
 @dataclass(frozen=True)
 class Totals:
-    """What must be known of a whole optimiser step before any part of it can be weighed.
+    """What must be known of a whole optimizer step before any part of it can be weighed.
 
     Totals add: the totals of a step are the sum over its micro-batches and ranks.
     """
@@ -96,7 +96,7 @@ class Objective(ABC):
 
     needs_proximal: ClassVar[bool] = False
     """whether TokenBatch.proximal_logp must be given"""
-    clips_behaviour_ratio: ClassVar[ClipKind | None] = None
+    clips_behavior_ratio: ClassVar[ClipKind | None] = None
     """of what it silences where r is already far from 1 on the side that A asks for, if at all"""
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class Objective(ABC):
         return {}
 
     def learning_rate_factor(self, totals: Totals) -> float:
-        """What the learning rate of this optimiser step is multiplied by."""
+        """What the learning rate of this optimizer step is multiplied by."""
         return 1.0
 
     @abstractmethod
@@ -181,7 +181,7 @@ class Objective(ABC):
         if self.reference_kl_coef:
             anchors.append(batch.reference_logp)
         if self.needs_top_logp:
-            anchors.append(batch.behaviour_top_logp)
+            anchors.append(batch.behavior_top_logp)
         if self.needs_anchor:
             anchors += [batch.anchor_logp, batch.anchor_top_logp]
         return batch.select(batch.measurable(*anchors))
@@ -189,15 +189,15 @@ class Objective(ABC):
     @staticmethod
     def _common_metrics(batch: TokenBatch, tokens: TokenBatch, loss: Tensor) -> Metrics:
         with torch.no_grad():
-            log_ratio = bounded(tokens.logp - tokens.behaviour_logp)
+            log_ratio = bounded(tokens.logp - tokens.behavior_logp)
             number = torch.tensor(len(tokens), dtype=torch.float64)
             kl = kl_importance(log_ratio, log_ratio, torch.zeros_like(log_ratio))
             metrics: Metrics = {
                 "policy/loss": Share(loss.detach()),
-                "ess": EffectiveSampleSize(RatioMoments.of(tokens.logp - tokens.behaviour_logp)),
+                "ess": EffectiveSampleSize(RatioMoments.of(tokens.logp - tokens.behavior_logp)),
                 "ratio": RatioQuantiles((log_ratio,)),
                 "ratio/max": Max((log_ratio.exp(),)),
-                "kl/behaviour": Mean.of(kl),
+                "kl/behavior": Mean.of(kl),
                 "tokens/count": Count(number),
                 "tokens/nonfinite": Count(len(batch) - number),
             }

@@ -25,7 +25,7 @@ class CISPO(Objective):
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the capped score-function loss averaged over the step's tokens."""
-        ratio = bounded(tokens.logp.detach() - tokens.behaviour_logp).exp()
+        ratio = bounded(tokens.logp.detach() - tokens.behavior_logp).exp()
         cap = 1.0 + self.clip_high
         loss = -totals.per_token(ratio.clamp(max=cap) * tokens.advantage * tokens.logp)
         return loss, {

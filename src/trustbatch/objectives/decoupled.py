@@ -14,7 +14,7 @@ from trustbatch.objectives.token_batch import TokenBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Decoupled(Objective):
-    """loss = -(1/N) sum sg(min(prox / behaviour, weight_cap)) min(q A, clip(q) A), q = pi / prox.
+    """loss = -(1/N) sum sg(min(prox / behavior, weight_cap)) min(q A, clip(q) A), q = pi / prox.
 
     Hilton et al. 2021; the row "Decoupled" of the paper's table of objectives. The proximal policy
     is a snapshot taken at the start of each pass over a batch of rollouts.
@@ -35,14 +35,14 @@ class Decoupled(Objective):
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the weighted clipped surrogate averaged over the step's tokens."""
         proximal = require(tokens.proximal_logp, "proximal_logp", "decoupled").detach()
-        behaviour_ratio = bounded(proximal - tokens.behaviour_logp).exp()
+        behavior_ratio = bounded(proximal - tokens.behavior_logp).exp()
         surrogate, metrics = clipped_surrogate(
             bounded(tokens.logp - proximal).exp(),
             tokens.advantage,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
         )
-        loss = -totals.per_token(behaviour_ratio.clamp(max=self.weight_cap) * surrogate)
-        metrics["ratio/capped_fraction"] = Mean.of((behaviour_ratio > self.weight_cap).float())
+        loss = -totals.per_token(behavior_ratio.clamp(max=self.weight_cap) * surrogate)
+        metrics["ratio/capped_fraction"] = Mean.of((behavior_ratio > self.weight_cap).float())
         metrics["weight/cap"] = Mean.of(surrogate.new_full(surrogate.shape, self.weight_cap))
         return loss, metrics

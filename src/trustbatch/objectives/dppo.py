@@ -28,7 +28,7 @@ class DPPO(Objective):
     threshold: float = 0.15
     weight_cap: float = 20.0
 
-    clips_behaviour_ratio: ClassVar[ClipKind | None] = "probability"
+    clips_behavior_ratio: ClassVar[ClipKind | None] = "probability"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,10 +38,10 @@ class DPPO(Objective):
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the masked score-function loss averaged over the step's tokens."""
-        logp, behaviour = tokens.logp.detach(), tokens.behaviour_logp
-        ratio = bounded(logp - behaviour).exp()
-        outward = (logp - behaviour) * tokens.advantage.sign() > 0
-        dropped = outward & (self._divergence(logp, behaviour) > self.threshold)
+        logp, behavior = tokens.logp.detach(), tokens.behavior_logp
+        ratio = bounded(logp - behavior).exp()
+        outward = (logp - behavior) * tokens.advantage.sign() > 0
+        dropped = outward & (self._divergence(logp, behavior) > self.threshold)
         weight = ratio.clamp(max=self.weight_cap).masked_fill(dropped, 0.0)
         loss = -totals.per_token(weight * tokens.advantage * tokens.logp)
         return loss, {
@@ -50,10 +50,10 @@ class DPPO(Objective):
             "weight/cap": Mean.of(ratio.new_full(ratio.shape, self.weight_cap)),
         }
 
-    def _divergence(self, logp: Tensor, behaviour_logp: Tensor) -> Tensor:
-        p_b = behaviour_logp.exp()
+    def _divergence(self, logp: Tensor, behavior_logp: Tensor) -> Tensor:
+        p_b = behavior_logp.exp()
         if self.divergence == "tv":
             return (logp.exp() - p_b).abs()
         rest = (-torch.expm1(logp)).clamp(min=SMALLEST_REST)
-        rest_b = (-torch.expm1(behaviour_logp)).clamp(min=SMALLEST_REST)
-        return rest_b * torch.log(rest_b / rest) - p_b * bounded(logp - behaviour_logp)
+        rest_b = (-torch.expm1(behavior_logp)).clamp(min=SMALLEST_REST)
+        return rest_b * torch.log(rest_b / rest) - p_b * bounded(logp - behavior_logp)

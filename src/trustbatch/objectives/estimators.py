@@ -1,6 +1,6 @@
 """What the objectives measure: bounded ratios, effective sample size and three KL estimates.
 
-Notation, for a token drawn by the behaviour policy pi_b: l = logp - behaviour_logp, r = exp(l).
+Notation, for a token drawn by the behavior policy pi_b: l = logp - behavior_logp, r = exp(l).
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class RatioMoments:
 
 
 def effective_sample_size(moments: RatioMoments) -> Tensor:
-    """Normalised effective sample size of the ratios, e = (sum r)^2 / (N sum r^2), in [1/N, 1].
+    """Normalized effective sample size of the ratios, e = (sum r)^2 / (N sum r^2), in [1/N, 1].
 
     The paper's equation for ESS(B; theta). Two cases in which the formula would report trust that
     nobody measured give the smallest possible value instead:

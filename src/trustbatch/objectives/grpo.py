@@ -16,7 +16,7 @@ from trustbatch.objectives.token_batch import TokenBatch
 class GRPO(Objective):
     """loss = -(1/N) sum min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    Shao et al. 2024; the paper's equation for PPO, with the ratio taken to the behaviour policy.
+    Shao et al. 2024; the paper's equation for PPO, with the ratio taken to the behavior policy.
     Differences from the original: the mean is over all tokens of the step, not over sequences
     first, and the reference KL is off unless asked for.
     """
@@ -24,7 +24,7 @@ class GRPO(Objective):
     clip_low: float = 0.2
     clip_high: float = 0.2
 
-    clips_behaviour_ratio: ClassVar[ClipKind | None] = "token"
+    clips_behavior_ratio: ClassVar[ClipKind | None] = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,7 +33,7 @@ class GRPO(Objective):
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the clipped surrogate averaged over the step's tokens."""
-        ratio = bounded(tokens.logp - tokens.behaviour_logp).exp()
+        ratio = bounded(tokens.logp - tokens.behavior_logp).exp()
         surrogate, metrics = clipped_surrogate(
             ratio, tokens.advantage, clip_low=self.clip_low, clip_high=self.clip_high
         )

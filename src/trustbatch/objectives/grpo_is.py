@@ -22,7 +22,7 @@ CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOIS(Objective):
-    """loss = -(1/N) sum sg(w) min(q A, clip(q) A), q = pi / prox, w from u = prox / behaviour.
+    """loss = -(1/N) sum sg(w) min(q A, clip(q) A), q = pi / prox, w from u = prox / behavior.
 
     u is of the token, or the product over its sequence. `*_truncate` takes w = min(u, cap) (TIS),
     `*_mask` takes w = u where u <= cap and 0 elsewhere (MIS). Yao et al. 2025, Liu et al. 2025; the
@@ -46,7 +46,7 @@ class GRPOIS(Objective):
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the corrected clipped surrogate averaged over the step's tokens."""
         proximal = require(tokens.proximal_logp, "proximal_logp", "grpo_is").detach()
-        log_ratio = proximal - tokens.behaviour_logp
+        log_ratio = proximal - tokens.behavior_logp
         if self.correction.startswith("sequence"):
             of_sequence, place = sequence_sums(log_ratio, tokens.sequence)
             log_ratio = of_sequence[place].to(log_ratio.dtype)

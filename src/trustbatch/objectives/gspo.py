@@ -24,7 +24,7 @@ class GSPO(Objective):
     clip_low: float = 3e-4
     clip_high: float = 4e-4
 
-    clips_behaviour_ratio: ClassVar[ClipKind | None] = "sequence"
+    clips_behavior_ratio: ClassVar[ClipKind | None] = "sequence"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,7 +33,7 @@ class GSPO(Objective):
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the clipped surrogate averaged over the step's sequences."""
-        log_ratio = tokens.logp - tokens.behaviour_logp
+        log_ratio = tokens.logp - tokens.behavior_logp
         ids, index = torch.unique(tokens.sequence, return_inverse=True)
         zeros = log_ratio.new_zeros(len(ids))
         length = zeros.index_add(0, index, torch.ones_like(log_ratio))

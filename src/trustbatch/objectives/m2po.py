@@ -19,12 +19,12 @@ class M2PO(Objective):
     Of the tokens that PPO could clip (A > 0 and r > 1, or A < 0 and r < 1) those with the largest
     (log r)^2 have M = 0, as many as must go for the mean of (log r)^2 over the others of them to be
     at most `threshold`. Zheng et al. 2025, Algorithm 1 and equation 5. The mean is over the whole
-    optimiser step.
+    optimizer step.
     """
 
     threshold: float = 0.04
 
-    clips_behaviour_ratio: ClassVar[ClipKind | None] = "mask"
+    clips_behavior_ratio: ClassVar[ClipKind | None] = "mask"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,7 +42,7 @@ class M2PO(Objective):
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the masked policy-gradient loss averaged over the step's tokens."""
-        ratio = bounded(tokens.logp - tokens.behaviour_logp).exp()
+        ratio = bounded(tokens.logp - tokens.behavior_logp).exp()
         second_moment, may_drop = self._second_moments(tokens)
         limit = largest_to_keep(totals.pools["second_moment"], self.threshold)
         dropped = may_drop & (second_moment >= limit)
@@ -51,7 +51,7 @@ class M2PO(Objective):
 
     @staticmethod
     def _second_moments(tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-        log_ratio = bounded(tokens.logp.detach() - tokens.behaviour_logp).double()
+        log_ratio = bounded(tokens.logp.detach() - tokens.behavior_logp).double()
         return log_ratio.square(), log_ratio * tokens.advantage.sign() > 0
 
 

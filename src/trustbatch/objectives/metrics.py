@@ -1,4 +1,4 @@
-"""Named values that can be reduced: over micro-batches and ranks first, then over optimiser steps.
+"""Named values that can be reduced: over micro-batches and ranks first, then over optimizer steps.
 
 A metric states by its type how it is combined, so nothing depends on how a name is spelled.
 """
@@ -18,7 +18,7 @@ class Metric(Protocol):
     """What the trainer needs of a metric."""
 
     def merge(self, other: Self) -> Self:
-        """Combine the parts of one optimiser step."""
+        """Combine the parts of one optimizer step."""
         ...
 
     def values(self, name: str) -> dict[str, float]:
@@ -27,7 +27,7 @@ class Metric(Protocol):
 
     @staticmethod
     def over_steps(values: Sequence[float]) -> float:
-        """Combine the finished numbers of several optimiser steps."""
+        """Combine the finished numbers of several optimizer steps."""
         ...
 
 
@@ -75,7 +75,7 @@ class Share:
     over_steps = staticmethod(_average)
 
     def merge(self, other: "Share") -> "Share":
-        """Add two parts of the same optimiser step."""
+        """Add two parts of the same optimizer step."""
         return Share(self.part + other.part)
 
     def values(self, name: str) -> dict[str, float]:
@@ -118,7 +118,7 @@ class Max:
 
 @dataclass(frozen=True)
 class EffectiveSampleSize:
-    """Normalised effective sample size e, with 1 - e beside it for a logarithmic axis."""
+    """Normalized effective sample size e, with 1 - e beside it for a logarithmic axis."""
 
     moments: RatioMoments
     over_steps = staticmethod(_average)
@@ -163,7 +163,7 @@ Metrics = dict[str, Metric]
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Reduce the metrics of all micro-batches of one optimiser step."""
+    """Reduce the metrics of all micro-batches of one optimizer step."""
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -172,7 +172,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def average_over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Finish the metrics of several optimiser steps and combine them into one line of numbers."""
+    """Finish the metrics of several optimizer steps and combine them into one line of numbers."""
     collected: dict[str, list[float]] = {}
     rules: dict[str, type[Metric]] = {}
     for metrics in steps:

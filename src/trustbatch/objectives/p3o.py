@@ -26,11 +26,11 @@ ANCHORS = ("model", "sampler")
 class P3O(Objective):
     """loss = (1/N) sum [ -sg(min(r, e)) A logp + (1 - e) KL(pi || anchor) ].
 
-    e = sg((sum r)^2 / (N sum r^2)) is the normalised effective sample size of the ratios to what
+    e = sg((sum r)^2 / (N sum r^2)) is the normalized effective sample size of the ratios to what
     was really drawn from. Fakoor et al., the paper's equation for L_P3O and its Algorithm 2.
     Differences from the paper: the anchor is the *model* that drew the token, before temperature
     and truncation (`anchor="sampler"` takes the tempered, truncated one, as the text says); e is
-    taken over the whole optimiser step (`ess_scope="micro_batch"` takes it per micro-batch, as
+    taken over the whole optimizer step (`ess_scope="micro_batch"` takes it per micro-batch, as
     Algorithm 2 does), and `kl` chooses how the KL is measured (see `estimators`).
     """
 
@@ -60,13 +60,13 @@ class P3O(Objective):
         return self.anchor == "model" and self.kl != "none"
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
-        """Sums of the behaviour ratios and of their squares."""
-        return {"behaviour": RatioMoments.of(tokens.logp - tokens.behaviour_logp)}
+        """Sums of the behavior ratios and of their squares."""
+        return {"behavior": RatioMoments.of(tokens.logp - tokens.behavior_logp)}
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the capped score-function loss and the ESS-weighted KL to the anchor."""
         moments = self.scoped_moments(tokens, totals)
-        ess = effective_sample_size(moments["behaviour"])
+        ess = effective_sample_size(moments["behavior"])
         kl = kl_to(self.kl, tokens, *self.anchor_of(tokens))
         return self.capped_loss(tokens, totals, ess, kl)
 
@@ -83,7 +83,7 @@ class P3O(Objective):
         self, tokens: TokenBatch, totals: Totals, ess: Tensor, kl: Tensor
     ) -> tuple[Tensor, Metrics]:
         """Return (1/N) sum [ -sg(min(r, e)) A logp + (1 - e) KL ]."""
-        ratio = bounded(tokens.logp.detach() - tokens.behaviour_logp).exp()
+        ratio = bounded(tokens.logp.detach() - tokens.behavior_logp).exp()
         # 1 - e is taken in float64: near the on-policy limit it is far below float32's resolution
         cap, distrust = ess.to(ratio.dtype), (1.0 - ess).to(ratio.dtype)
         score = -ratio.clamp(max=cap) * tokens.advantage * tokens.logp
@@ -98,7 +98,7 @@ class P3O(Objective):
 
 def sampler_anchor(kl: str, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
     """Return the log-probs [T] and [T, K] of the distribution drawn from."""
-    return tokens.behaviour_logp, _top(kl, tokens.behaviour_top_logp, "behaviour_top_logp")
+    return tokens.behavior_logp, _top(kl, tokens.behavior_top_logp, "behavior_top_logp")
 
 
 def model_anchor(kl: str, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
@@ -124,6 +124,4 @@ def kl_to(
     x = tokens.logp - anchor_logp
     if kl == "k3":
         return kl_k3(x)
-    return kl_importance(
-        tokens.logp - tokens.behaviour_logp, x, anchor_logp - tokens.behaviour_logp
-    )
+    return kl_importance(tokens.logp - tokens.behavior_logp, x, anchor_logp - tokens.behavior_logp)

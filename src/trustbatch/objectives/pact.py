@@ -65,19 +65,19 @@ class PACT(Objective):
         return self.anchor != "proximal" and self.kl != "none"
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
-        """Sums of the behaviour ratios and of their squares, for each source."""
-        log_ratio = tokens.logp - tokens.behaviour_logp
+        """Sums of the behavior ratios and of their squares, for each source."""
+        log_ratio = tokens.logp - tokens.behavior_logp
         source = _sources(tokens)
         return {
-            f"behaviour/{each}": RatioMoments.of(log_ratio[source == each])
+            f"behavior/{each}": RatioMoments.of(log_ratio[source == each])
             for each in {0, *source.unique().tolist()}
         }
 
     def sums(self, tokens: TokenBatch) -> dict[str, Tensor]:
         """Squares of sequences' advantages, and what the drift from the anchor is measured by."""
         anchor = self._anchor(tokens)
-        policy = bounded((tokens.logp.detach() - tokens.behaviour_logp).double())
-        trusted = bounded((anchor - tokens.behaviour_logp).double())
+        policy = bounded((tokens.logp.detach() - tokens.behavior_logp).double())
+        trusted = bounded((anchor - tokens.behavior_logp).double())
         ids, index = torch.unique(tokens.sequence, return_inverse=True)
         zeros = torch.zeros(len(ids), dtype=torch.float64, device=policy.device)
         length = zeros.index_add(0, index, torch.ones_like(policy))
@@ -91,7 +91,7 @@ class PACT(Objective):
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the capped score-function loss and the pull to the anchor."""
-        ratio = bounded(tokens.logp.detach() - tokens.behaviour_logp).exp()
+        ratio = bounded(tokens.logp.detach() - tokens.behavior_logp).exp()
         ess = _ess_of_source(tokens, totals)
         # 1 - e is taken in float64, as in P3O
         cap, distrust = ess.to(ratio.dtype), (1.0 - ess).to(ratio.dtype)
@@ -113,7 +113,7 @@ class PACT(Objective):
 
     def _anchor(self, tokens: TokenBatch) -> Tensor:
         if self.anchor == "model":
-            return tokens.behaviour_logp if tokens.anchor_logp is None else tokens.anchor_logp
+            return tokens.behavior_logp if tokens.anchor_logp is None else tokens.anchor_logp
         return require(tokens.proximal_logp, "proximal_logp", "pact").detach()
 
     def _trusted(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
@@ -161,6 +161,6 @@ def _ess_of_source(tokens: TokenBatch, totals: Totals) -> Tensor:
     """Return the effective sample size [T] of each token's source."""
     sources, index = _sources(tokens).unique(return_inverse=True)
     ess = [
-        effective_sample_size(totals.moments[f"behaviour/{source}"]) for source in sources.tolist()
+        effective_sample_size(totals.moments[f"behavior/{source}"]) for source in sources.tolist()
     ]
     return torch.stack(ess)[index] if ess else tokens.logp.new_zeros(0, dtype=torch.float64)

@@ -13,7 +13,7 @@ from trustbatch.objectives.token_batch import TokenBatch
 class Reinforce(Objective):
     """loss = -(1/N) sum A logp.
 
-    Williams 1992; the paper's equation for the policy gradient. It does not look at the behaviour
+    Williams 1992; the paper's equation for the policy gradient. It does not look at the behavior
     policy at all, so it is right on-policy only.
     """
 

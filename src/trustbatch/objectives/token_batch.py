@@ -18,8 +18,8 @@ class TokenBatch:
     """
 
     logp: Tensor
-    """[T] log-probability of each token under the policy being optimised; carries the gradient."""
-    behaviour_logp: Tensor
+    """[T] log-probability of each token under the policy being optimized; carries the gradient."""
+    behavior_logp: Tensor
     """[T] log-probability of each token under the distribution that it was drawn from."""
     advantage: Tensor
     """[T] the advantage of the token's sequence."""
@@ -33,11 +33,11 @@ class TokenBatch:
     """[T] entropy of the policy at each position; carries gradient when it is to be rewarded."""
     top_logp: Tensor | None = None
     """[T, K] policy's log-probabilities of the engine's K most likely tokens; carries gradient."""
-    behaviour_top_logp: Tensor | None = None
+    behavior_top_logp: Tensor | None = None
     """[T, K] the engine's own log-probabilities of those tokens."""
     anchor_logp: Tensor | None = None
     """[T] log-probability under the policy that drew the token, before temperature, top-k and top-p
-    and at the temperature of the policy being optimised; None: the same as `behaviour_logp`."""
+    and at the temperature of the policy being optimized; None: the same as `behavior_logp`."""
     anchor_top_logp: Tensor | None = None
     """[T, K] likewise of the engine's K most likely tokens."""
     source: Tensor | None = None
@@ -88,11 +88,11 @@ class TokenBatch:
         return TokenBatch(**picked)
 
     def measurable(self, *anchors: Tensor | None) -> Tensor:
-        """[T] bool: tokens at which the policy can be compared with the behaviour and all anchors.
+        """[T] bool: tokens at which the policy can be compared with the behavior and all anchors.
 
         Log-ratios must be finite; an anchor [T, K] may have -inf, which means outside its support.
         """
-        finite = torch.isfinite(self.logp.detach() - self.behaviour_logp)
+        finite = torch.isfinite(self.logp.detach() - self.behavior_logp)
         for anchor in anchors:
             if anchor is not None and anchor.dim() == 1:
                 finite = finite & torch.isfinite(anchor)

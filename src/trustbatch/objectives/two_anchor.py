@@ -1,4 +1,4 @@
-"""Two-anchor P3O: pulls toward a mixture of the behaviour policy and a proximal snapshot."""
+"""Two-anchor P3O: pulls toward a mixture of the behavior policy and a proximal snapshot."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -33,11 +33,11 @@ class TwoAnchor(P3O):
         """Return the capped score-function loss and the KL toward the mixture."""
         moments = self.scoped_moments(tokens, totals)
         dtype = tokens.logp.dtype
-        ess_behaviour = effective_sample_size(moments["behaviour"])
+        ess_behavior = effective_sample_size(moments["behavior"])
         ess_proximal = effective_sample_size(moments["proximal"])
-        distrust = (1.0 - ess_behaviour) + (1.0 - ess_proximal)
+        distrust = (1.0 - ess_behavior) + (1.0 - ess_proximal)
         # with no distrust at all the weight is arbitrary: the KL is multiplied by 0
-        share = torch.where(distrust > 0, (1.0 - ess_behaviour) / distrust.clamp(min=1e-300), 1.0)
+        share = torch.where(distrust > 0, (1.0 - ess_behavior) / distrust.clamp(min=1e-300), 1.0)
         proximal = require(tokens.proximal_logp, "proximal_logp", "two_anchor").detach()
         drawn_by, drawn_by_top = self.anchor_of(tokens)
         mixture = log_mixture(share.to(dtype), drawn_by, proximal)
@@ -46,11 +46,11 @@ class TwoAnchor(P3O):
             assert drawn_by_top is not None, "anchor_of has required it"
             proximal_top = require(tokens.proximal_top_logp, "proximal_top_logp", 'kl="top_k"')
             mixture_top = log_mixture(share.to(dtype), drawn_by_top, proximal_top.detach())
-        ess = torch.minimum(ess_behaviour, ess_proximal)
+        ess = torch.minimum(ess_behavior, ess_proximal)
         kl = kl_to(self.kl, tokens, mixture, mixture_top)
         loss, metrics = self.capped_loss(tokens, totals, ess, kl)
-        metrics["anchor/behaviour_share"] = Mean.of(share.expand(tokens.logp.shape))
-        metrics["anchor/ess_behaviour"] = Mean.of(ess_behaviour.expand(tokens.logp.shape))
+        metrics["anchor/behavior_share"] = Mean.of(share.expand(tokens.logp.shape))
+        metrics["anchor/ess_behavior"] = Mean.of(ess_behavior.expand(tokens.logp.shape))
         metrics["anchor/ess_proximal"] = Mean.of(ess_proximal.expand(tokens.logp.shape))
         return loss, metrics
 

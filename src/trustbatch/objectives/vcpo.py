@@ -39,7 +39,7 @@ class VCPO(Objective):
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
         """Sums of the sequences' ratios and of their squares."""
-        of_sequence, _ = sequence_sums(tokens.logp - tokens.behaviour_logp, tokens.sequence)
+        of_sequence, _ = sequence_sums(tokens.logp - tokens.behavior_logp, tokens.sequence)
         return {"sequence": RatioMoments.of(of_sequence)}
 
     def learning_rate_factor(self, totals: Totals) -> float:
@@ -48,7 +48,7 @@ class VCPO(Objective):
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the capped score-function loss averaged over the step's tokens."""
-        log_ratio = tokens.logp.detach() - tokens.behaviour_logp
+        log_ratio = tokens.logp.detach() - tokens.behavior_logp
         of_sequence, place = sequence_sums(log_ratio, tokens.sequence)
         ratio = bounded(of_sequence)[place].exp().to(log_ratio.dtype)
         loss = -totals.per_token(ratio.clamp(max=self.weight_cap) * tokens.advantage * tokens.logp)

@@ -33,7 +33,7 @@ class VESPO(Objective):
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the reweighted score-function loss averaged over the step's tokens."""
-        log_ratio = tokens.logp.detach() - tokens.behaviour_logp
+        log_ratio = tokens.logp.detach() - tokens.behavior_logp
         of_sequence, place = sequence_sums(log_ratio, tokens.sequence)
         log_w = bounded(of_sequence)[place]
         # one exponential at the end: w^k alone may overflow where the product is 0

@@ -1,6 +1,6 @@
 """Line and band charts as inline SVG, drawn without any dependency.
 
-Colours and dashes are classes (`c0`..`c7`, `d0`..`d2`) that the page's stylesheet resolves, so that
+Colors and dashes are classes (`c0`..`c7`, `d0`..`d2`) that the page's stylesheet resolves, so that
 one drawing serves the light and the dark theme.  A curve is one `<path>`: a gap in the data is a
 new sub-path, never an interpolated line.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-COLOURS = 8
+COLORS = 8
 DASHES = 3
 MAX_POINTS = 400
 MAX_GHOST_POINTS = 300
@@ -219,7 +219,7 @@ def thin(
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Return a centred moving average over about a twentieth of the curve; gaps stay gaps."""
+    """Return a centered moving average over about a twentieth of the curve; gaps stay gaps."""
     half = len(values) // 40 if len(values) >= 40 else int(len(values) >= 8)
     result: list[float] = []
     for index, value in enumerate(values):
@@ -230,8 +230,8 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def style_classes(run: int) -> str:
-    """Return the colour and dash classes of a run; together they tell 24 runs apart."""
-    return f"c{run % COLOURS} d{run // COLOURS % DASHES}"
+    """Return the color and dash classes of a run; together they tell 24 runs apart."""
+    return f"c{run % COLORS} d{run // COLORS % DASHES}"
 
 
 def line_chart(curves: Sequence[Curve], x: Axis, y: Axis, frame: Frame, label: str) -> str:
@@ -273,7 +273,7 @@ def band_chart(band: Band, x: Axis, y: Axis, frame: Frame, label: str) -> str:
 def legend(entries: Sequence[tuple[int, str]], *, fold: bool = False) -> str:
     """Return the list of runs in a chart, each beside a sample of its line.
 
-    `fold` hides a list of more runs than there are colours until the reader opens it.
+    `fold` hides a list of more runs than there are colors until the reader opens it.
     """
     items = "".join(
         f'<li data-run="{run}" title="{escape(label)}">{swatch(run)}'
@@ -281,7 +281,7 @@ def legend(entries: Sequence[tuple[int, str]], *, fold: bool = False) -> str:
         for run, label in entries
     )
     names = f'<ul class="legend">{items}</ul>'
-    if not fold or len(entries) <= COLOURS:
+    if not fold or len(entries) <= COLORS:
         return names
     return f'<details class="fold"><summary>{len(entries)} runs</summary>{names}</details>'
 

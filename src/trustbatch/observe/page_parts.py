@@ -100,7 +100,7 @@ def settings_block(config_text: str, environment: dict[str, Any]) -> str:
 
 
 def details(curve: int, name: str, inner: str) -> str:
-    """Return a part that opens on a click, under the name and the colour of a curve."""
+    """Return a part that opens on a click, under the name and the color of a curve."""
     return f"<details><summary>{swatch(curve)}<span>{text(name)}</span></summary>{inner}</details>"
 
 

@@ -250,7 +250,7 @@ def _sample_row(row: dict[str, Any]) -> str:
         f"{_known(row, 'engine')} · {_known(row, 'precision')}",
         f"T {_known(row, 'temperature')} · top-p {_known(row, 'top_p')} · "
         f"top-k {_known(row, 'top_k')}",
-        f"mean logp {figure(row.get('mean_behaviour_logp'))} ({_known(row, 'logprob_mode')})",
+        f"mean logp {figure(row.get('mean_behavior_logp'))} ({_known(row, 'logprob_mode')})",
     ]
     return (
         f'<tr><td class="long"><small>{text(_known(row, "prompt_id"))}</small>'

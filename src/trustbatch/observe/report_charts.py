@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from statistics import median
 
-from trustbatch.lag_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG
 from trustbatch.observe.charts import (
-    COLOURS,
+    COLORS,
     Axis,
     Band,
     Curve,
@@ -23,6 +22,7 @@ from trustbatch.observe.charts import (
     step_axis,
 )
 from trustbatch.observe.report_data import Run
+from trustbatch.training.lag_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG
 
 LEAD = Frame(620, 330)
 SMALL = Frame(440, 250)
@@ -81,8 +81,8 @@ OTHERS = (
         scale="auto",
     ),
     ChartSpec(
-        "kl/behaviour",
-        "KL to the behaviour policy",
+        "kl/behavior",
+        "KL to the behavior policy",
         "How far the trained policy has moved from the one that wrote the data; near 0 means on "
         "policy.",
     ),
@@ -208,7 +208,7 @@ TASK_PART = re.compile(r"task/(.+)/reward")
 
 RATIO_TITLE = "Ratio quantiles"
 RATIO_READING = (
-    "Ratio of trained to behaviour probability per token, log axis shared by all runs: line = "
+    "Ratio of trained to behavior probability per token, log axis shared by all runs: line = "
     "median, dark band = p10 to p90, light band = p01 to p99; a band that hugs the dashed 1 is on "
     "policy."
 )
@@ -359,7 +359,7 @@ def chart_figure(
     scale = " <small>log axis</small>" if y.log else ""
     entries = [(curve.run, curve.label) for curve in curves]
     names = legend(entries, fold=frame is not LEAD)
-    crowd = " crowd" if len(curves) > COLOURS else ""
+    crowd = " crowd" if len(curves) > COLORS else ""
     hover = ' data-hover="moving average"' if spec.smoothed else ""
     return (
         f'<figure class="card{crowd}" data-metric="{escape(spec.key)}"{hover}>'

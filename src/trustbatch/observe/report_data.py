@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.errors import ConfigError
-from trustbatch.lag_metrics import values_by_lag
 from trustbatch.observe.status import ENGINE_METRICS
+from trustbatch.training.lag_metrics import values_by_lag
 
 SAMPLES_PER_FILE = 5
 _LARGEST_DRAWN = 1e300  # beyond it, the difference of two values overflows
@@ -222,7 +222,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Pick rows evenly: neighbours answer the same prompt, so the first few show only one."""
+    """Pick rows evenly: neighbors answer the same prompt, so the first few show only one."""
     if len(rows) <= SAMPLES_PER_FILE:
         return rows
     last = len(rows) - 1

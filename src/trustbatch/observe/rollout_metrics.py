@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from trustbatch.lag_metrics import COMPLETIONS_BY_LAG
 from trustbatch.rewards import rewards_of
+from trustbatch.training.lag_metrics import COMPLETIONS_BY_LAG
 from trustbatch.types import Completion, FinishReason, Grade, GradeStatus, Role, RolloutGroup
 
 

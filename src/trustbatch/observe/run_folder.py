@@ -17,10 +17,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trustbatch.config import Config, load_config
 from trustbatch.errors import CheckpointError, ConfigError
-from trustbatch.observe.folder_files import lock_folder, write_whole
 from trustbatch.observe.status import NoStatusFile, StatusFile
 from trustbatch.rollout.records import readable_record
 from trustbatch.types import RolloutGroup
+from trustbatch.utils.files import lock_folder, write_whole
 
 MAY_CHANGE = (
     "run.",

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from trustbatch.lag_metrics import (
+from trustbatch.training.lag_metrics import (
     COMPLETIONS_BY_LAG,
     ONE_MINUS_ESS_BY_LAG,
     values_by_lag,
 )
-from trustbatch.observe.folder_files import write_whole
+from trustbatch.utils.files import write_whole
 
 FILE_NAME = "status.json"
 LONGEST_ERROR = 2000

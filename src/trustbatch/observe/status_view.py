@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from trustbatch.errors import ConfigError
-from trustbatch.observe.plain_text import plain_line
 from trustbatch.observe.status import (
     FILE_NAME,
     EngineStatus,
@@ -24,6 +23,7 @@ from trustbatch.observe.status import (
     StatusRecord,
     WorkerStatus,
 )
+from trustbatch.utils.terminal import plain_line
 
 SILENT_AFTER = 30.0
 """seconds: thirty times what a run leaves between two writings"""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trustbatch.packing.attention import NAME, REPLACES, no_mask
-from trustbatch.packing.layout import PackedLayout, Unit
+from trustbatch.models.packing.attention import NAME, REPLACES, no_mask
+from trustbatch.models.packing.layout import PackedLayout, Unit
+from trustbatch.models.policy import without_weights
 from trustbatch.plan.outline import ModelOutline
-from trustbatch.policy import without_weights
 
 LENGTHS = (32, 64)
 """of the two sequences in each pass: what grows with them is the tokens' part"""
@@ -35,7 +35,7 @@ def measure_activations(
     """Run four small passes; a width of thousands takes about a second.
 
     Weights are memory as it comes: sizes do not depend on them. The attention of a CPU saves what
-    that of a GPU does: query, key, value, output and normaliser.
+    that of a GPU does: query, key, value, output and normalizer.
     """
     saved = {
         (depth, length): _saved_bytes(

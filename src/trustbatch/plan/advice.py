@@ -118,8 +118,8 @@ def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
     yield from (change for change in more_gpus if change.value <= for_training)
     for tokens in _halved(min(setting.micro_batch_tokens, FEWEST_TOKENS), longest):
         yield _micro_batch(tokens)
-    if not setting.eight_bit_optimiser and setting.lora is None:
-        yield Change('training.optimiser = "adamw_8bit"', "eight_bit_optimiser", True)
+    if not setting.eight_bit_optimizer and setting.lora is None:
+        yield Change('training.optimizer = "adamw_8bit"', "eight_bit_optimizer", True)
     if setting.lora is None:
         yield Change(f"model.lora.rank = {LORA_RANK}", "lora", Lora(rank=LORA_RANK))
     if hardware.is_gpu and setting.is_sharded and not setting.cpu_offload:

@@ -1,16 +1,16 @@
 """What `--dry-run` shows: the work of one step, its memory, and what to change if that is short."""
 
-from trustbatch.cautions import cautions
+from trustbatch.checkpoints.load import list_checkpoints
 from trustbatch.config import Config, SecondPolicyConfig
+from trustbatch.config.cautions import cautions
+from trustbatch.models.policy import count_parameters
 from trustbatch.plan.advice import advise
 from trustbatch.plan.demand import amounts, seen_by_ray
 from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.hardware import Hardware, find_hardware
 from trustbatch.plan.memory import MemoryPlan, Phase, size
 from trustbatch.plan.setting import Setting
-from trustbatch.policy import count_parameters
 from trustbatch.tasks import FilteredTask, Task
-from trustbatch.training.checkpoint import list_checkpoints
 
 MARGIN = " " * 12
 
@@ -30,7 +30,7 @@ def describe_plan(
         f"step        {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
         f"{num_sequences} completions of at most {rollout.max_tokens} tokens",
         f"updates     {training.steps} steps x {training.passes} passes x "
-        f"{training.mini_batches} optimiser steps",
+        f"{training.mini_batches} optimizer steps",
         *_processes(estimator),
         *_memory(estimator),
         *[_second_policy(config, second) for second in rollout.policies],

@@ -1,6 +1,6 @@
 """An estimate of the memory that a run takes on each GPU, before anything is loaded.
 
-Parameters and optimiser states are counted, activations measured on two layers; what remains are
+Parameters and optimizer states are counted, activations measured on two layers; what remains are
 the rules of this package about what is alive at the same time. Not counted is what a run takes only
 because it is free: graphs of further micro-batches that wait for their backward pass.
 """
@@ -21,7 +21,7 @@ from trustbatch.plan.outline import ModelOutline
 from trustbatch.plan.prompts import PromptLength, longest_prompt
 from trustbatch.plan.published import may_wait_on_gpu, published_bytes
 from trustbatch.plan.setting import Setting
-from trustbatch.rollout.native_engine import PREFILL_TOKENS
+from trustbatch.rollout.native.engine import PREFILL_TOKENS
 from trustbatch.tasks import Task
 from trustbatch.training.linear_logprobs import CPU_SLICE_BYTES, GPU_SLICE_BYTES
 
@@ -148,10 +148,10 @@ class Estimator:
         """Parts that a trainer keeps in both phases."""
         on_device = 0.0 if setting.cpu_offload and self.hardware.is_gpu else 1 / setting.num_gpus
         trainable = self._trainable(setting)
-        states = EIGHT_BIT_STATES if setting.eight_bit_optimiser else ADAMW_STATES
+        states = EIGHT_BIT_STATES if setting.eight_bit_optimizer else ADAMW_STATES
         return [
             Part("parameters", self._parameters(setting) * on_device),
-            Part("optimiser", states * trainable * on_device),
+            Part("optimizer", states * trainable * on_device),
             Part("reference", FLOAT32 * self._reference_parameters(setting) * on_device),
         ]
 
@@ -273,7 +273,7 @@ class Estimator:
         vllm = self.config.rollout.vllm
         is_here = vllm.devices is None
         num_engines = 1 + len(self.config.rollout.policies)
-        share = vllm.gpu_memory_utilisation * self.hardware.memory * num_engines
+        share = vllm.gpu_memory_utilization * self.hardware.memory * num_engines
         return Part("vLLM", share if is_here else 0.0)
 
     def _train(self, setting: Setting) -> list[list[Part]]:

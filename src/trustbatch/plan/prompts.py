@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from transformers import AutoTokenizer
 
 from trustbatch.config import Config
-from trustbatch.gguf import find_gguf
-from trustbatch.policy import encode_prompt
+from trustbatch.models.gguf import find_gguf
+from trustbatch.models.policy import encode_prompt
 from trustbatch.tasks import Task
 from trustbatch.types import Prompt
 
@@ -24,7 +24,7 @@ class PromptLength:
 
 
 def longest_prompt(config: Config, task: Task | None) -> PromptLength:
-    """Tokenise the first prompts of a task, where the tokenizer can be loaded by itself."""
+    """Tokenize the first prompts of a task, where the tokenizer can be loaded by itself."""
     encode = None if task is None else prompt_encoder(config)
     if task is None or encode is None:
         return PromptLength(ASSUMED_TOKENS, is_assumed=True)

@@ -34,7 +34,7 @@ class Setting:
     max_sequences: int
     gradient_checkpointing: bool = False
     compiled: bool = False
-    eight_bit_optimiser: bool = False
+    eight_bit_optimizer: bool = False
     cpu_offload: bool = False
     lora: Lora | None = None
     vllm_sleeps: bool = False
@@ -52,7 +52,7 @@ class Setting:
             max_sequences=config.rollout.max_sequences,
             gradient_checkpointing=training.gradient_checkpointing,
             compiled=training.compile,
-            eight_bit_optimiser=training.optimiser == "adamw_8bit",
+            eight_bit_optimizer=training.optimizer == "adamw_8bit",
             cpu_offload=training.cpu_offload,
             lora=None if lora is None else Lora.of(lora),
             vllm_sleeps=config.rollout.vllm.sleep,

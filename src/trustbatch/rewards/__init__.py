@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trustbatch.rewards.graded import rewards_of
-    from trustbatch.rewards.scoring import Scorer
+    from trustbatch.rewards.scorer import Scorer
 
 __all__ = ["Scorer", "rewards_of"]
 
@@ -12,7 +12,7 @@ __all__ = ["Scorer", "rewards_of"]
 def __getattr__(name: str) -> Any:
     # grading processes import this package, and must not wait for torch
     if name == "Scorer":
-        from trustbatch.rewards.scoring import Scorer
+        from trustbatch.rewards.scorer import Scorer
 
         return Scorer
     if name == "rewards_of":

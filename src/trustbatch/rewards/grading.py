@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from trustbatch.environments.base import GradesTurns
 from trustbatch.tasks.base import Task
+from trustbatch.tasks.environments.base import GradesTurns
 from trustbatch.types import Prompt, Role, Turn
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from trustbatch.ranks import done_once
 from trustbatch.types import RolloutGroup
+from trustbatch.utils.distributed import done_once
 
 
 class GroupScorer(Protocol):

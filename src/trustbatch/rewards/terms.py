@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from trustbatch.errors import did_you_mean
-from trustbatch.rewards.final_answers import last_box
+from trustbatch.math_grading.final_answers import last_box
+from trustbatch.math_grading.math_answers import grade_math
+from trustbatch.math_grading.math_answers import prepare as prepare_math
 from trustbatch.rewards.functions import check_path, load_function, takes_details
 from trustbatch.rewards.grading import grade_completion
 from trustbatch.rewards.http_reward import HttpTerm
-from trustbatch.rewards.math_answers import grade_math
-from trustbatch.rewards.math_answers import prepare as prepare_math
 from trustbatch.rewards.term import BatchTerm, Sample, Term, checked, is_finite
 
 

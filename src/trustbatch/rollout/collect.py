@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from trustbatch.config import MAX_TURNS
-from trustbatch.environments.base import Environment
 from trustbatch.errors import ConfigError
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.episodes import play
 from trustbatch.tasks.answering import answers
 from trustbatch.tasks.base import Task
+from trustbatch.tasks.environments.base import Environment
 from trustbatch.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
 
@@ -67,7 +67,7 @@ def _refuse_repeated(prompts: Sequence[Prompt]) -> None:
 
 
 def encode_checked(policy: Policy, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
-    """Tokenise a prompt, and refuse one that leaves no room for the answer."""
+    """Tokenize a prompt, and refuse one that leaves no room for the answer."""
     token_ids = policy.encode(prompt)
     if not token_ids:
         raise ConfigError(f"Prompt {prompt.id!r} has no tokens: remove it from the data.")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trustbatch.environments.base import Environment
 from trustbatch.errors import ReplyError
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.replies import ReplyEncoder
+from trustbatch.tasks.environments.base import Environment
 from trustbatch.types import (
     Completion,
     FinishReason,
@@ -160,9 +160,9 @@ class Episode:
         return replace(
             self.last_turn,
             token_ids=self.token_ids,
-            behaviour_logp=self._recorded("behaviour_logp"),
+            behavior_logp=self._recorded("behavior_logp"),
             top_token_ids=self._recorded("top_token_ids"),
-            behaviour_top_logp=self._recorded("behaviour_top_logp"),
+            behavior_top_logp=self._recorded("behavior_top_logp"),
             anchor_logp=self._recorded("anchor_logp"),
             anchor_top_logp=self._recorded("anchor_top_logp"),
             finish_reason=self.finish_reason,

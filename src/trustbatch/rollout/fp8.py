@@ -11,7 +11,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 
 
-def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows [..., n] as e4m3, and the float32 scales [..., 1] that undo the scaling."""
     rows = rows.float()
     largest = rows.abs().amax(-1, keepdim=True)
@@ -21,5 +21,5 @@ def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def round_rows(rows: Tensor) -> Tensor:
     """Return rows after e4m3 rounding, in their own type: FP8 where there is no FP8."""
-    quantised, scale = quantise_rows(rows)
-    return (quantised.float() * scale).to(rows.dtype)
+    quantized, scale = quantize_rows(rows)
+    return (quantized.float() * scale).to(rows.dtype)

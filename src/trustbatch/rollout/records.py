@@ -52,7 +52,7 @@ def readable_record(
     """Return one completion with its reward and provenance, for rollouts/*.jsonl and reports."""
     completion, grade = group.completions[sample], group.grades[sample]
     num_drawn = completion.num_drawn
-    behaviour_logp = completion.of_policy(completion.behaviour_logp)
+    behavior_logp = completion.of_policy(completion.behavior_logp)
     record = {
         "step": step,
         "prompt_id": group.prompt.id,
@@ -66,7 +66,7 @@ def readable_record(
         **({"ungraded": f"{grade.status}: {grade.reason}"} if grade.reason else {}),
         "finish_reason": str(completion.finish_reason),
         "tokens": num_drawn,
-        "mean_behaviour_logp": float(behaviour_logp.mean()),
+        "mean_behavior_logp": float(behavior_logp.mean()),
         **asdict(completion.provenance),
     }
     if completion.versions is not None:
@@ -95,16 +95,16 @@ def _completion_to_record(completion: Completion) -> dict[str, Any]:
 
 
 def _completion_from_record(record: dict[str, Any]) -> Completion:
-    top_ids, top_logp = record.get("top_token_ids"), record.get("behaviour_top_logp")
+    top_ids, top_logp = record.get("top_token_ids"), record.get("behavior_top_logp")
     anchor_logp, anchor_top = record.get("anchor_logp"), record.get("anchor_top_logp")
     drawn, versions = record.get("drawn"), record.get("versions")
     return Completion(
         prompt_id=record["prompt_id"],
         sample=record["sample"],
         token_ids=torch.tensor(record["token_ids"], dtype=torch.int64),
-        behaviour_logp=torch.tensor(record["behaviour_logp"], dtype=torch.float32),
+        behavior_logp=torch.tensor(record["behavior_logp"], dtype=torch.float32),
         top_token_ids=None if top_ids is None else torch.tensor(top_ids, dtype=torch.int64),
-        behaviour_top_logp=None if top_logp is None else torch.tensor(top_logp),
+        behavior_top_logp=None if top_logp is None else torch.tensor(top_logp),
         anchor_logp=None if anchor_logp is None else torch.tensor(anchor_logp),
         anchor_top_logp=None if anchor_top is None else torch.tensor(anchor_top),
         finish_reason=FinishReason(record["finish_reason"]),

@@ -7,17 +7,17 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trustbatch.errors import ConfigError
-from trustbatch.policy import Policy, encode_text
+from trustbatch.models.policy import Policy, encode_text
 
 _POLICY, _REPLY = "POLICY-SPEAKS-HERE", "REPLY-STANDS-HERE"
 
 
 @dataclass(frozen=True)
 class ReplyEncoder:
-    """Tokenises replies, with what a chat template writes between two turns of the policy.
+    """Tokenizes replies, with what a chat template writes between two turns of the policy.
 
     The policy's own tokens stay as they were drawn, its stop token included; nothing that was
-    drawn is ever tokenised again. Example: with the tokens of ChatML, the reply "higher" becomes
+    drawn is ever tokenized again. Example: with the tokens of ChatML, the reply "higher" becomes
     those of "\\n<|im_start|>user\\nhigher<|im_end|>\\n<|im_start|>assistant\\n".
     """
 

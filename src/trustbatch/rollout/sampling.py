@@ -94,7 +94,7 @@ def sampling_logprobs(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Return log-probs [B, V] in float32 of the distribution tokens are drawn from.
 
     Temperature first, then top-k, then top-p on what is left; excluded tokens have -inf, and the
-    rest is renormalised.
+    rest is renormalized.
     """
     return _cut(logits, sampling)[0]
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from trustbatch.ranks import gathered, this_rank
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Completion, GenerationRequest
+from trustbatch.utils.distributed import gathered, this_rank
 
 
 class SharedEngine:

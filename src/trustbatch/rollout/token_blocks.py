@@ -32,12 +32,12 @@ class VocabularyBlocks:
         else:
             self.maxima, self.masses = _block_masses(self.logits, temperature)
             self.largest = self.maxima.amax(-1, keepdim=True)
-        self.normaliser = self.largest + self.masses.sum(-1, keepdim=True).log().float()
+        self.normalizer = self.largest + self.masses.sum(-1, keepdim=True).log().float()
 
     def logp(self, token_ids: Tensor) -> Tensor:
         """Return the log-probs [B, n] of tokens [B, n] in float32."""
         logits = self.logits.flatten(1).gather(-1, token_ids).float() / self.temperature
-        return logits - self.normaliser
+        return logits - self.normalizer
 
     def invert(self, uniform: Tensor) -> Tensor:
         """Return the token [B] at which the cumulative distribution passes a number in [0, 1)."""

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from trustbatch.observe.folder_files import write_whole
 from trustbatch.studies.curves import (
     Points,
     deviation_curve,
@@ -29,6 +28,7 @@ from trustbatch.studies.results import (
     StudyResults,
     StudyRun,
 )
+from trustbatch.utils.files import write_whole
 
 CURVES = "curves"
 ALL_RUNS = "all_runs.csv"

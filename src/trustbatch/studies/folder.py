@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trustbatch.errors import ConfigError
-from trustbatch.observe.folder_files import lock_folder, write_whole
 from trustbatch.studies.study import Arm, Study
+from trustbatch.utils.files import lock_folder, write_whole
 
 STUDY_FILE = "study.json"
 FAILURE_FILE = "failure.json"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.evaluation import evaluate
-from trustbatch.observe.folder_files import write_whole
+from trustbatch.models.policy import Policy
 from trustbatch.observe.progress import LiveLine
-from trustbatch.policy import Policy
 from trustbatch.tasks import build_task
+from trustbatch.utils.files import write_whole
 
 NORMAL_95 = 1.96
 

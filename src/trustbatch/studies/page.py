@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.observe.charts import swatch
-from trustbatch.observe.folder_files import write_whole
 from trustbatch.observe.page_parts import (
     DASH,
     as_bytes,
@@ -36,7 +35,7 @@ from trustbatch.studies.results import (
 )
 from trustbatch.studies.study_charts import (
     BAND_READING,
-    Colours,
+    Colors,
     pass_at_k_figures,
     reward_figures,
     trust_figures,
@@ -44,6 +43,7 @@ from trustbatch.studies.study_charts import (
 from trustbatch.studies.summary import SUMMARY_FILE, study_summary
 from trustbatch.studies.tables import Column, arm_columns, difference_columns
 from trustbatch.studies.verdict import StudyVerdict, judge, plain
+from trustbatch.utils.files import write_whole
 
 PAGE_FILE = "index.html"
 SAMPLES_SHOWN = 2
@@ -74,17 +74,17 @@ def write_csv(folder: Path) -> list[Path]:
 
 def render_study(results: StudyResults, verdict: StudyVerdict) -> str:
     """Return the page of results that were already read."""
-    colours = Colours.of(results)
+    colors = Colors.of(results)
     kind = "charts" if len(results.regimes) > 4 else "charts wide"
     sections = {
         "verdict": ("Verdict", _verdict_section(results, verdict)),
-        "reward": ("Reward", _charts(reward_figures(results, colours), BAND_READING, kind=kind)),
-        "benchmarks": ("pass@k", _charts(pass_at_k_figures(results, colours))),
-        "results": ("Results", _results_section(results, colours)),
-        "trust": ("Trust", _charts(trust_figures(results, colours), kind="charts")),
-        "runs": ("Runs", _runs_section(results, colours)),
-        "completions": ("Completions", _completions_section(results, colours)),
-        "settings": ("Where each curve comes from", _settings_section(results, colours)),
+        "reward": ("Reward", _charts(reward_figures(results, colors), BAND_READING, kind=kind)),
+        "benchmarks": ("pass@k", _charts(pass_at_k_figures(results, colors))),
+        "results": ("Results", _results_section(results, colors)),
+        "trust": ("Trust", _charts(trust_figures(results, colors), kind="charts")),
+        "runs": ("Runs", _runs_section(results, colors)),
+        "completions": ("Completions", _completions_section(results, colors)),
+        "settings": ("Where each curve comes from", _settings_section(results, colors)),
     }
     filled = {key: pair for key, pair in sections.items() if pair[1]}
     links = "".join(f'<a href="#{key}">{title}</a>' for key, (title, _) in filled.items())
@@ -131,11 +131,11 @@ def _charts(figures: str, hint: str = "", kind: str = "charts wide") -> str:
     return f'{written}<div class="{kind}">{figures}</div>'
 
 
-def _results_section(results: StudyResults, colours: Colours) -> str:
+def _results_section(results: StudyResults, colors: Colors) -> str:
     tables = []
     for regime, label in results.regimes.items():
         rows = table_rows(results.in_regime(regime))
-        names = [f"{swatch(colours.number(row))}<span>{text(row.label)}</span>" for row in rows]
+        names = [f"{swatch(colors.number(row))}<span>{text(row.label)}</span>" for row in rows]
         heading = f"<h3>{text(label)}</h3>" if label else ""
         tables.append(heading + _table(arm_columns(rows), names=names, kind="arms"))
     if any(run.run for run in results.runs):
@@ -148,7 +148,7 @@ def _results_section(results: StudyResults, colours: Colours) -> str:
 
 
 def _heat_map(results: StudyResults) -> str:
-    """Return regimes by arms: the mean by which arms are compared, coloured from low to high."""
+    """Return regimes by arms: the mean by which arms are compared, colored from low to high."""
     by_regime = {regime: contenders(results.in_regime(regime)) for regime in results.regimes}
     names = dict.fromkeys(_place(each) for rivals in by_regime.values() for each in rivals)
     shown = {_place(each): each.label for rivals in by_regime.values() for each in rivals}
@@ -217,12 +217,12 @@ def _hyper_parameters(results: StudyResults, contender: Contender) -> str:
     return f"{len(found)}{listed}"
 
 
-def _runs_section(results: StudyResults, colours: Colours) -> str:
+def _runs_section(results: StudyResults, colors: Colors) -> str:
     heads = "".join(f'<th scope="col">seed {seed}</th>' for seed in results.seeds)
     regime_head = '<th scope="col">Regime</th>' if any(results.regimes) else ""
     rows = ""
     for arm in results.arms:
-        name = f"{swatch(colours.of_arm[arm.plain_name])}<span>{text(arm.label)}</span>"
+        name = f"{swatch(colors.of_arm[arm.plain_name])}<span>{text(arm.label)}</span>"
         regime = f"<td>{text(arm.regime_label)}</td>" if regime_head else ""
         cells = "".join(f"<td>{_chip(run)}</td>" for run in arm.runs)
         rows += f'<tr><th scope="row">{name}</th>{regime}{cells}</tr>'
@@ -255,7 +255,7 @@ def _failure(run: StudyRun) -> str:
     )
 
 
-def _completions_section(results: StudyResults, colours: Colours) -> str:
+def _completions_section(results: StudyResults, colors: Colors) -> str:
     """Show what each arm wrote at its end: numbers alone don't tell why a reward fell."""
     blocks = []
     for arm in results.arms:
@@ -264,15 +264,15 @@ def _completions_section(results: StudyResults, colours: Colours) -> str:
             continue
         last = run.run.samples[-1]
         table = sample_table(SampleFile(last.name, last.rows[:SAMPLES_SHOWN]))
-        blocks.append(_of_arm(arm, colours, f", seed {run.seed}", table))
+        blocks.append(_of_arm(arm, colors, f", seed {run.seed}", table))
     if not blocks:
         return ""
     hint = '<p class="hint">Completions of the last step that was written down.</p>'
     return hint + "\n".join(blocks)
 
 
-def _settings_section(results: StudyResults, colours: Colours) -> str:
-    blocks = "\n".join(_of_arm(arm, colours, "", _origin(results, arm)) for arm in results.arms)
+def _settings_section(results: StudyResults, colors: Colors) -> str:
+    blocks = "\n".join(_of_arm(arm, colors, "", _origin(results, arm)) for arm in results.arms)
     return f'<code class="command">{text(results.command)}</code>\n{blocks}'
 
 
@@ -325,8 +325,8 @@ def _commit(run: StudyRun) -> str:
     return str(run.environment.get("commit") or DASH)[:12]
 
 
-def _of_arm(arm: ArmResult, colours: Colours, more: str, inner: str) -> str:
-    return details(colours.of_arm[arm.plain_name], f"{arm.arm.label}{more}", inner)
+def _of_arm(arm: ArmResult, colors: Colors, more: str, inner: str) -> str:
+    return details(colors.of_arm[arm.plain_name], f"{arm.arm.label}{more}", inner)
 
 
 def _setting(values: Mapping[str, Any], key: str) -> Any:

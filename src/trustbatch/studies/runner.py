@@ -7,9 +7,9 @@ from pathlib import Path
 
 from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.status import FILE_NAME as STATUS_FILE
-from trustbatch.studies.crew import Crew, WorkerProcess
 from trustbatch.studies.folder import write_failure
 from trustbatch.studies.job import Job
+from trustbatch.studies.job_pool import Crew, WorkerProcess
 from trustbatch.studies.running_step import share_done
 
 LOOK_SECONDS = 0.5

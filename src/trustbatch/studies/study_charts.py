@@ -1,4 +1,4 @@
-"""The charts of a study: one colour for an arm in all regimes, and bands over its seeds."""
+"""The charts of a study: one color for an arm in all regimes, and bands over its seeds."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from trustbatch.studies.results import (
 )
 
 FRAME = Frame(560, 320)
-SUBJECT_COLOUR = 1
+SUBJECT_COLOR = 1
 """the reddish one, as in the paper; the first of the others is blue"""
 BAND_READING = (
     "The line is the mean, a moving average over about a twentieth of the steps; the band is one "
@@ -63,16 +63,16 @@ ENTROPIES = ChartSpec(
 
 
 @dataclass(frozen=True)
-class Colours:
-    """Numbers of curves, which are their colours and what a legend switches."""
+class Colors:
+    """Numbers of curves, which are their colors and what a legend switches."""
 
     of_arm: dict[str, int]
     """by name without the regime"""
     of_family: dict[str, int]
 
     @classmethod
-    def of(cls, results: StudyResults) -> "Colours":
-        """Give the subject its own colour, then the contenders theirs, then members of families."""
+    def of(cls, results: StudyResults) -> "Colors":
+        """Give the subject its own color, then the contenders theirs, then members of families."""
         families = dict.fromkeys(
             each.members[0].arm.family
             for regime in results.regimes
@@ -81,10 +81,10 @@ class Colours:
         )
         alone = dict.fromkeys(a.plain_name for a in results.arms if a.arm.family not in families)
         members = dict.fromkeys(a.plain_name for a in results.arms if a.arm.family in families)
-        numbers = (number for number in count() if number != SUBJECT_COLOUR)
+        numbers = (number for number in count() if number != SUBJECT_COLOR)
         of_family = {family: next(numbers) for family in families}
         of_arm = {
-            name: SUBJECT_COLOUR if name == results.subject else next(numbers)
+            name: SUBJECT_COLOR if name == results.subject else next(numbers)
             for name in (*alone, *members)
         }
         return cls(of_arm=of_arm, of_family=of_family)
@@ -97,17 +97,17 @@ class Colours:
         return self.of_arm[first.plain_name]
 
 
-def reward_figures(results: StudyResults, colours: Colours) -> str:
+def reward_figures(results: StudyResults, colors: Colors) -> str:
     """Return the reward of each regime: families as one curve, and where there are any, apart."""
     spec = ChartSpec(REWARD, "", "", smoothed=True)
     drawn: list[tuple[str, str, list[Curve]]] = []
     for regime, label in results.regimes.items():
         rivals = contenders(results.in_regime(regime))
-        together = curves_of(rivals, colours, REWARD)
+        together = curves_of(rivals, colors, REWARD)
         drawn.append((_title("Reward", label), "", together))
         if any(len(each.members) > 1 for each in rivals):
             apart = [Contender.of(arm) for each in rivals for arm in each.members]
-            each_arm = curves_of(apart, colours, REWARD)
+            each_arm = curves_of(apart, colors, REWARD)
             drawn.append((_title("Reward of every arm", label), "", each_arm))
     # all regimes on one scale: they differ in how hard the data is to learn from
     everything = [curve for _, _, curves in drawn for curve in curves]
@@ -119,12 +119,12 @@ def reward_figures(results: StudyResults, colours: Colours) -> str:
     )
 
 
-def trust_figures(results: StudyResults, colours: Colours) -> str:
+def trust_figures(results: StudyResults, colors: Colors) -> str:
     """Return 1-ESS of every arm, by regime, and behind it the weight caps and entropies."""
     figures = []
     for spec in (DISTRUST, CAPS, ENTROPIES):
         drawn = {
-            label: curves_of(map(Contender.of, results.in_regime(regime)), colours, spec.key)
+            label: curves_of(map(Contender.of, results.in_regime(regime)), colors, spec.key)
             for regime, label in results.regimes.items()
         }
         everything = [curve for curves in drawn.values() for curve in curves]
@@ -137,7 +137,7 @@ def trust_figures(results: StudyResults, colours: Colours) -> str:
     return "\n".join(figures)
 
 
-def pass_at_k_figures(results: StudyResults, colours: Colours) -> str:
+def pass_at_k_figures(results: StudyResults, colors: Colors) -> str:
     """Return a chart of pass@k for each benchmark and, first, for their average."""
     tasks = list(dict.fromkeys(score.name for run in results.runs for score in run.scores))
     tasks.sort(key=lambda task: task != AVERAGE)
@@ -149,7 +149,7 @@ def pass_at_k_figures(results: StudyResults, colours: Colours) -> str:
             curves = [
                 curve
                 for each in rivals
-                if (curve := _pass_at_k_curve(each, colours.number(each), task))
+                if (curve := _pass_at_k_curve(each, colors.number(each), task))
             ]
             if curves:
                 spec = ChartSpec("pass@k", _title(task, label), reading, "zero", smoothed=False)
@@ -158,13 +158,13 @@ def pass_at_k_figures(results: StudyResults, colours: Colours) -> str:
     return "\n".join(figures)
 
 
-def curves_of(rivals: Iterable[Contender], colours: Colours, key: str) -> list[Curve]:
+def curves_of(rivals: Iterable[Contender], colors: Colors, key: str) -> list[Curve]:
     """Return a smoothed curve with its band for every contender that recorded the metric."""
     found = []
     for each in rivals:
         # a deviation below the mean may lie below zero, where a log axis ends
         is_range = key != REWARD
-        curve = _curve(each, colours.number(each), lambda run: metric_points(run, key), is_range)
+        curve = _curve(each, colors.number(each), lambda run: metric_points(run, key), is_range)
         if curve:
             found.append(
                 replace(

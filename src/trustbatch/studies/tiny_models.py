@@ -64,9 +64,9 @@ def make_tiny_model(path: Path, *, say: Callable[[str], None]) -> None:
 
 def _warm_start(kind: str) -> Callable[..., Path]:
     if kind == "derail":
-        from trustbatch.derail.warm_start import warm_start
+        from trustbatch.models.derail_base import warm_start
     else:
-        from trustbatch.tiny import warm_start
+        from trustbatch.models.tiny import warm_start
     return warm_start
 
 

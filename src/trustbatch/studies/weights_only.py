@@ -4,8 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
-from trustbatch.training.checkpoint import TRAINER_FOLDER
-from trustbatch.training.manifest import MANIFEST_FILE, write_manifest
+from trustbatch.checkpoints.load import TRAINER_FOLDER
+from trustbatch.checkpoints.manifest import MANIFEST_FILE, write_manifest
 
 
 def keep_weights_only(checkpoint: Path) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.errors import TrustbatchError
-from trustbatch.rollout.lifeline import end_with
 from trustbatch.studies.folder import EVALUATION_FILE, FAILURE_FILE, write_failure
 from trustbatch.studies.job import Job, Outcome
+from trustbatch.utils.processes import end_with
 
 LONGEST_LINE = 500
 

@@ -8,8 +8,6 @@ reads data is a short `ProblemTask`; `gsm8k.py` is a good one to copy.
 from dataclasses import fields
 from typing import Any
 
-from trustbatch.environments.calculator import Calculator
-from trustbatch.environments.guess_number import GuessNumber
 from trustbatch.errors import did_you_mean
 from trustbatch.tasks.aime import Aime24, Aime25, Aime26
 from trustbatch.tasks.amc23 import Amc23
@@ -22,6 +20,8 @@ from trustbatch.tasks.countdown import Countdown
 from trustbatch.tasks.curriculum import Curriculum
 from trustbatch.tasks.deepscaler import Deepscaler
 from trustbatch.tasks.derail import Derail
+from trustbatch.tasks.environments.calculator import Calculator
+from trustbatch.tasks.environments.guess_number import GuessNumber
 from trustbatch.tasks.file import FileTask
 from trustbatch.tasks.fit import fit_task
 from trustbatch.tasks.gsm8k import Gsm8k

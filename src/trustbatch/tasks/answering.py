@@ -1,6 +1,6 @@
 """Tasks that may be environments, asked without knowing: for tasks that are made of others.
 
-By members and not by the protocols of `trustbatch.environments`, which are made of tasks.
+By members and not by the protocols of `trustbatch.tasks.environments`, which are made of tasks.
 """
 
 from collections.abc import Sequence

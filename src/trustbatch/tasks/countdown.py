@@ -52,7 +52,7 @@ class Countdown(ProblemTask):
 
     def grade(self, prompt: Prompt, completion: str) -> float:
         """1 for an expression that uses each number once and has the value; otherwise 0."""
-        from trustbatch.rewards.countdown import grade_countdown
+        from trustbatch.tasks.countdown_grader import grade_countdown
 
         return grade_countdown(
             completion,

@@ -112,7 +112,7 @@ class Curriculum:
         self.counts = {problem: list(counts) for problem, counts in state["counts"].items()}
         self._order = []
 
-    def is_favoured(self, problem: Prompt) -> bool:
+    def is_favored(self, problem: Prompt) -> bool:
         """Whether a problem is in the band, or was never measured."""
         if problem.id not in self.counts:
             return True
@@ -132,7 +132,7 @@ class Curriculum:
         return self._over(self.task.fitted(num_tokens, say))
 
     def describe(self) -> str:
-        """Say what the task has, and what is favoured."""
+        """Say what the task has, and what is favored."""
         return (
             f"{self.task.describe()}; pass rates from {self.low:g} to {self.high:g} are "
             f"{self.weight:g} times as likely"
@@ -146,7 +146,7 @@ class Curriculum:
         draw = random.Random(f"{self.seed}:curriculum:{self.num_observed}")
         # an exponential waiting time whose rate is the weight: the first to come was drawn first
         times = [
-            -math.log(1.0 - draw.random()) / (self.weight if self.is_favoured(problem) else 1.0)
+            -math.log(1.0 - draw.random()) / (self.weight if self.is_favored(problem) else 1.0)
             for problem in self.problems
         ]
         return sorted(range(len(times)), key=times.__getitem__)

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trustbatch.derail.language import ANSWER, DIGITS, EQUALS, NUM_HELD_OUT, the_language
+from trustbatch.tasks.derail_language import ANSWER, DIGITS, EQUALS, NUM_HELD_OUT, the_language
 from trustbatch.types import Prompt
 
 SPLITS = ("train", "test")
@@ -12,7 +12,7 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class Derail:
-    """Prompts such as "3 7 1 =", for the models that `trustbatch.derail.warm_start` makes."""
+    """Prompts such as "3 7 1 =", for the models that `trustbatch.models.derail_base` makes."""
 
     seed: int = 0
     split: str = "train"

@@ -17,7 +17,7 @@ from trustbatch.tasks.templates import find_template
 from trustbatch.types import Prompt
 
 NUM_BETWEEN_LINES = 5000
-"""prompts tokenised from one line of progress to the next"""
+"""prompts tokenized from one line of progress to the next"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class ProblemTask:
 
         A template that asks for a box is taken at its word, and thinking must have ended.
         """
-        from trustbatch.rewards.math_answers import grade_math
+        from trustbatch.math_grading.math_answers import grade_math
 
         return grade_math(
             completion,
@@ -164,7 +164,7 @@ class ProblemTask:
             if num_tokens(problem) <= self.max_prompt_tokens:
                 kept.append(problem)
             if number % NUM_BETWEEN_LINES == 0:
-                say(f"{self.name}: tokenised {number:,} of {len(self.problems):,} prompts")
+                say(f"{self.name}: tokenized {number:,} of {len(self.problems):,} prompts")
         return self._keep(kept, f"longer than {self.max_prompt_tokens} tokens")
 
     def describe(self) -> str:

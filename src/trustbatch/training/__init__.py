@@ -1,1 +1,1 @@
-"""The policy update: log-probs, optimiser step, checkpoints."""
+"""The policy update: log-probs, optimizer step, checkpoints."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trustbatch.batching.micro_batches import MicroBatch
-from trustbatch.lag_metrics import ONE_MINUS_ESS_BY_LAG
 from trustbatch.objectives import TokenBatch
 from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
 from trustbatch.objectives.metrics import Mean, Metrics
+from trustbatch.training.lag_metrics import ONE_MINUS_ESS_BY_LAG
 from trustbatch.training.ratio_groups import drawn_by, moments_of
 from trustbatch.types import TrainSequence
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trustbatch.errors import ConfigError
-from trustbatch.policy import decoder_layers
+from trustbatch.models.policy import decoder_layers
 from trustbatch.training.compiler import refuse_missing_compiler
 
 MAX_GRAPHS = 16

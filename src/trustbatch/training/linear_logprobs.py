@@ -1,7 +1,7 @@
 """Log-probs and entropy of a linear head whose logits [tokens, vocabulary] are never in memory.
 
 The vocabulary is walked in slices: the logits of all tokens for some thousand ids exist at a time,
-and the softmax is normalised as they come. The backward pass computes them again, so four products
+and the softmax is normalized as they come. The backward pass computes them again, so four products
 of the size of the head are all it costs: logits, logits again, and the gradients of both operands.
 
 Slices of the vocabulary, not of the tokens, because
@@ -116,14 +116,14 @@ class _LinearLogprobs(torch.autograd.Function):
                 temperature=temperature,
             )
             del logits  # or the next slice is made beside this one
-        normaliser = statistics.normaliser()
-        logp = statistics.picked - normaliser[:, None]
+        normalizer = statistics.normalizer()
+        logp = statistics.picked - normalizer[:, None]
         entropy = None if entropy_use is EntropyUse.NONE else statistics.entropy()
         if entropy_use is EntropyUse.REPORTED:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
         learned = entropy if entropy_use is EntropyUse.LEARNED else None
-        ctx.save_for_backward(hidden, weight, bias, ids, logp, normaliser, learned)
+        ctx.save_for_backward(hidden, weight, bias, ids, logp, normalizer, learned)
         ctx.temperature, ctx.precision = temperature, precision
         return logp, entropy
 
@@ -133,7 +133,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         d_logp, d_entropy = gradients
-        hidden, weight, bias, ids, logp, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, ids, logp, normalizer, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if d_logp is None and d_entropy is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -141,7 +141,7 @@ class _LinearLogprobs(torch.autograd.Function):
             ids=ids,
             logp=logp,
             d_logp=torch.zeros_like(logp) if d_logp is None else d_logp.contiguous(),
-            normaliser=normaliser,
+            normalizer=normalizer,
             entropy=None if d_entropy is None else entropy,
             d_entropy=None if d_entropy is None else d_entropy.contiguous(),
         )

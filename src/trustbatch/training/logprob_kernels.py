@@ -102,7 +102,7 @@ def _softmax_gradients(
     logits,
     bias,
     gradients,
-    normaliser,
+    normalizer,
     pulls,
     entropy,
     d_entropy,
@@ -117,7 +117,7 @@ def _softmax_gradients(
     x = tl.load(logits + row * width + columns, mask=inside, other=0.0)
     if bias is not None:
         x += tl.load(bias + columns, mask=inside, other=0.0)
-    log_p = x * inverse_temperature - tl.load(normaliser + row)
+    log_p = x * inverse_temperature - tl.load(normalizer + row)
     pull = tl.load(pulls + row)
     if entropy is not None:
         distance = tl.maximum(log_p, LOWEST) + tl.load(entropy + row)
@@ -188,7 +188,7 @@ def logit_gradients(
         logits,
         bias,
         gradients,
-        outputs.normaliser,
+        outputs.normalizer,
         pulls,
         outputs.entropy,
         outputs.d_entropy,

@@ -42,7 +42,7 @@ class SliceStatistics:
             weighted=zeros.clone() if with_entropy else None,
         )
 
-    def normaliser(self) -> Tensor:
+    def normalizer(self) -> Tensor:
         """Return logsumexp(x) [T]."""
         return self.maximum + self.total.log()
 
@@ -62,7 +62,7 @@ class OutputGradients:
     """[T, J] log-probs of the ids"""
     d_logp: Tensor
     """[T, J] gradient of the loss with respect to them"""
-    normaliser: Tensor
+    normalizer: Tensor
     """[T]"""
     entropy: Tensor | None
     """[T], where the loss depends on it"""
@@ -110,7 +110,7 @@ def logit_gradients(
     With x = logits / temperature and p = softmax(x), a log-prob has the gradient onehot - p, and
     the entropy H has -p (log p + H).
     """
-    log_p = _scaled(logits, bias, temperature).sub_(outputs.normaliser[:, None])
+    log_p = _scaled(logits, bias, temperature).sub_(outputs.normalizer[:, None])
     gradient = log_p.exp()
     pull = outputs.d_logp.sum(-1, keepdim=True)
     if outputs.entropy is None or outputs.d_entropy is None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trustbatch.batching.micro_batches import MicroBatch
-from trustbatch.policy import Policy
+from trustbatch.models.policy import Policy
 from trustbatch.training.entropy_use import EntropyUse
 from trustbatch.training.linear_logprobs import linear_logits, linear_logprobs
 
@@ -83,18 +83,18 @@ def _with_all_logits(
 ) -> _Evaluated:
     """Do the same for a model that caps or scales its logits: they are all in memory."""
     logits = response_logits(policy, batch) / temperature
-    normaliser = logits.logsumexp(-1)
+    normalizer = logits.logsumexp(-1)
     top_logp = None
     if top_token_ids is not None:
-        top_logp = logits.gather(-1, top_token_ids) - normaliser[:, None]
-    logp = logits.gather(-1, batch.target[:, None]).squeeze(-1) - normaliser
-    return logp, top_logp, _entropy(logits, normaliser, entropy)
+        top_logp = logits.gather(-1, top_token_ids) - normalizer[:, None]
+    logp = logits.gather(-1, batch.target[:, None]).squeeze(-1) - normalizer
+    return logp, top_logp, _entropy(logits, normalizer, entropy)
 
 
-def _entropy(logits: Tensor, normaliser: Tensor, use: EntropyUse) -> Tensor | None:
+def _entropy(logits: Tensor, normalizer: Tensor, use: EntropyUse) -> Tensor | None:
     if use is EntropyUse.NONE:
         return None
     with torch.set_grad_enabled(use is EntropyUse.LEARNED and torch.is_grad_enabled()):
-        probability = torch.exp(logits - normaliser[:, None])
+        probability = torch.exp(logits - normalizer[:, None])
         # a token the policy excludes has logit -inf and adds 0, not 0 * -inf
-        return normaliser - (probability * logits.nan_to_num(neginf=0.0)).sum(-1)
+        return normalizer - (probability * logits.nan_to_num(neginf=0.0)).sum(-1)

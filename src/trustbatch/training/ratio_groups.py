@@ -12,7 +12,7 @@ from trustbatch.objectives.estimators import RatioMoments
 @torch.no_grad()
 def moments_of(tokens: TokenBatch, chosen: Tensor) -> RatioMoments:
     """Sum over the chosen tokens, [T] bool."""
-    log_ratio = tokens.logp - tokens.behaviour_logp
+    log_ratio = tokens.logp - tokens.behavior_logp
     return RatioMoments.of(log_ratio[chosen & tokens.measurable()])
 
 

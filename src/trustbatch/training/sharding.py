@@ -12,8 +12,8 @@ from torch.distributed.fsdp import (
 
 from trustbatch.config import TrainingConfig
 from trustbatch.errors import ConfigError
-from trustbatch.policy import Policy, decoder_layers
-from trustbatch.ranks import num_ranks
+from trustbatch.models.policy import Policy, decoder_layers
+from trustbatch.utils.distributed import num_ranks
 
 
 def shard(policy: Policy, *, device: torch.device, offload: bool = False) -> None:

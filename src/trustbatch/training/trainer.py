@@ -12,22 +12,22 @@ from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.batching.samples import mini_batches
 from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
+from trustbatch.models.policy import Policy
 from trustbatch.objectives import Objective, ObjectiveOutput, TokenBatch, Totals
 from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_steps, merge_metrics
-from trustbatch.policy import Policy
-from trustbatch.ranks import gathered, num_ranks, summed, this_rank, whole
-from trustbatch.training.graph_room import GraphRoom
+from trustbatch.training.activation_budget import GraphRoom
 from trustbatch.training.lag_ratios import lag_ratios, lags_of
 from trustbatch.training.layer_calls import compile_layers, recompute_layers
 from trustbatch.training.logprobs import EntropyUse, TokenLogprobs, token_logprobs
-from trustbatch.training.optimiser import (
-    build_optimiser,
+from trustbatch.training.optimizer import (
+    build_optimizer,
     learning_rate_factor,
     set_learning_rate,
 )
 from trustbatch.training.policy_ratios import policy_ratios
 from trustbatch.training.sharding import refuse_useless_offload
 from trustbatch.types import TrainSequence
+from trustbatch.utils.distributed import gathered, num_ranks, summed, this_rank, whole
 
 MAX_CONSECUTIVE_SKIPS = 5
 _Measure = Callable[[TokenBatch, MicroBatch], Metrics]
@@ -43,7 +43,7 @@ class _Anchored:
 
 
 class Trainer:
-    """Takes `passes` over each batch of rollouts, in `mini_batches` optimiser steps a pass."""
+    """Takes `passes` over each batch of rollouts, in `mini_batches` optimizer steps a pass."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Trainer:
         refuse_useless_offload(config, policy.device)
         policies = [policy] if reference is None else [policy, reference]
         _prepare_layers(policies, config)
-        self.optimiser = build_optimiser(
-            config.optimiser,
+        self.optimizer = build_optimizer(
+            config.optimizer,
             [parameter for _, parameter in policy.trained_parameters()],
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -74,7 +74,7 @@ class Trainer:
         self._may_share_prompts = config.share_prompts and all(
             each.shares_prompts for each in policies
         )
-        self.num_optimiser_steps = 0
+        self.num_optimizer_steps = 0
         self.num_consecutive_skips = 0
 
     def train(
@@ -86,12 +86,12 @@ class Trainer:
         """
         if not sequences:  # no completion of the batch could be graded
             num_skipped = self.config.passes * self.config.mini_batches
-            self.num_optimiser_steps += num_skipped
+            self.num_optimizer_steps += num_skipped
             return {"steps/skipped": float(num_skipped)}
         steps: list[Metrics] = []
         apart = self._apart(sequences, version)
         for pass_number in range(self.config.passes):
-            seed = f"{self.seed}:{self.num_optimiser_steps}:{pass_number}"
+            seed = f"{self.seed}:{self.num_optimizer_steps}:{pass_number}"
             parts = [
                 micro_batches(
                     part,
@@ -106,7 +106,7 @@ class Trainer:
             ]
             # the proximal policy is the one at the start of the pass: all anchors come first
             anchored = [[self._anchor(batch, len(parts)) for batch in part] for part in parts]
-            steps += [self._optimiser_step(part, apart) for part in anchored]
+            steps += [self._optimizer_step(part, apart) for part in anchored]
         return average_over_steps(steps)
 
     def _apart(self, sequences: Sequence[TrainSequence], version: int | None) -> list[_Measure]:
@@ -119,14 +119,14 @@ class Trainer:
             measures.append(functools.partial(lag_ratios, policy=name, version=version))
         return measures
 
-    def _optimiser_step(self, parts: Sequence[_Anchored], apart: Sequence[_Measure]) -> Metrics:
+    def _optimizer_step(self, parts: Sequence[_Anchored], apart: Sequence[_Measure]) -> Metrics:
         """Accumulate the gradient of all micro-batches, then step once, or not at all."""
         from_policy = self.objective.totals_need_policy
         totals, outputs = self._accumulate(parts, apart, from_policy=from_policy)
         counted = sum(gathered(sum(output.num_tokens for output in outputs)))
         if counted != int(totals.num_tokens):
             # the policy itself gave a non-finite log-prob, which the data could not foretell
-            self.optimiser.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
             totals, outputs = self._accumulate(parts, apart, from_policy=True)
         parameters = [parameter for _, parameter in self.policy.trained_parameters()]
         norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip))
@@ -134,10 +134,10 @@ class Trainer:
         learning_rate = self._set_learning_rate(self.objective.learning_rate_factor(totals))
         usable = bool((totals.num_tokens > 0) & torch.isfinite(norm) & torch.isfinite(loss))
         if usable:
-            self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)  # generation needs the memory
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # generation needs the memory
         self._count_skips(usable)
-        self.num_optimiser_steps += 1
+        self.num_optimizer_steps += 1
         of_ranks = gathered(merge_metrics(output.metrics for output in outputs))
         metrics = merge_metrics(of_ranks)
         metrics["gradient/norm"] = Mean.of(norm)
@@ -186,7 +186,7 @@ class Trainer:
         for number, part in enumerate(parts):
             tokens = held.get(number)
             if tokens is None:
-                logp = part.batch.behaviour_logp
+                logp = part.batch.behavior_logp
                 if from_policy:
                     with torch.no_grad():
                         logp = token_logprobs(
@@ -224,14 +224,14 @@ class Trainer:
             proximal = TokenLogprobs(logp.detach(), detached_top, None)
         return TokenBatch(
             logp=logp,
-            behaviour_logp=batch.behaviour_logp,
+            behavior_logp=batch.behavior_logp,
             advantage=batch.advantage,
             sequence=batch.sequence,
             proximal_logp=proximal.logp if proximal else None,
             reference_logp=part.reference_logp,
             entropy=entropy,
             top_logp=top_logp,
-            behaviour_top_logp=batch.behaviour_top_logp if with_top else None,
+            behavior_top_logp=batch.behavior_top_logp if with_top else None,
             source=batch.source,
             anchor_logp=batch.anchor_logp if with_anchor else None,
             anchor_top_logp=batch.anchor_top_logp if with_top and with_anchor else None,
@@ -256,19 +256,19 @@ class Trainer:
         """Set the schedule's learning rate times what the objective makes of it."""
         config = self.config
         scheduled = config.learning_rate * learning_rate_factor(
-            self.num_optimiser_steps,
+            self.num_optimizer_steps,
             config.steps * config.passes * config.mini_batches,
             warmup_fraction=config.warmup_fraction,
             schedule=config.schedule,
         )
-        set_learning_rate(self.optimiser, scheduled * factor)
+        set_learning_rate(self.optimizer, scheduled * factor)
         return scheduled * factor
 
     def _count_skips(self, usable: bool) -> None:
         self.num_consecutive_skips = 0 if usable else self.num_consecutive_skips + 1
         if self.num_consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
             raise DivergedError(
-                f"The last {MAX_CONSECUTIVE_SKIPS} optimiser steps had no usable gradient "
+                f"The last {MAX_CONSECUTIVE_SKIPS} optimizer steps had no usable gradient "
                 "(non-finite, or no measurable token) and were skipped: lower "
                 "training.learning_rate, or look at tokens/nonfinite for broken log-probs."
             )

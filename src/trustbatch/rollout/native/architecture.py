@@ -1,7 +1,7 @@
 """The Llama family, read off a Hugging Face model: Llama, Mistral, Qwen2, Qwen3 and the like.
 
 These differ in sizes, biases and norms on queries and keys only. Linear layers may have adapters.
-Other models, and otherwise changed ones (quantised layers), are decoded by their own forward pass.
+Other models, and otherwise changed ones (quantized layers), are decoded by their own forward pass.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trustbatch.adapters import is_linear
+from trustbatch.models.lora import is_linear
 from trustbatch.rollout.native.cache import Heads
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")

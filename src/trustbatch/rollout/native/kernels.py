@@ -330,29 +330,29 @@ def block_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor
 
 
 @triton.jit
-def _quantise_tokens(rows, quantised, scales, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_tokens(rows, quantized, scales, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     x = tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x))
     scale = tl.where(largest > 0, largest / LARGEST, 1.0)
-    rounded = tl.clamp(x / scale, -LARGEST, LARGEST).to(quantised.dtype.element_ty)
-    tl.store(quantised + row * width + columns, rounded, mask=inside)
+    rounded = tl.clamp(x / scale, -LARGEST, LARGEST).to(quantized.dtype.element_ty)
+    tl.store(quantized + row * width + columns, rounded, mask=inside)
     tl.store(scales + row, scale)
 
 
-def quantise_tokens(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows [n, k] as e4m3 with their scales [n, 1], as `fp8.quantise_rows` does."""
+def quantize_tokens(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows [n, k] as e4m3 with their scales [n, 1], as `fp8.quantize_rows` does."""
     num_rows, width = rows.shape
-    quantised = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
+    quantized = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=rows.device)
     block = triton.next_power_of_2(width)
     largest = torch.finfo(torch.float8_e4m3fn).max
-    _quantise_tokens[(num_rows,)](
-        rows, quantised, scales, width, LARGEST=largest, BLOCK=block, num_warps=_warps(block)
+    _quantize_tokens[(num_rows,)](
+        rows, quantized, scales, width, LARGEST=largest, BLOCK=block, num_warps=_warps(block)
     )
-    return quantised, scales
+    return quantized, scales
 
 
 def _warps(block: int) -> int:

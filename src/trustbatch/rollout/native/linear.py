@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trustbatch.adapters import is_adapted, present_weight
 from trustbatch.errors import ConfigError
-from trustbatch.rollout.fp8 import quantise_rows, round_rows
+from trustbatch.models.lora import is_adapted, present_weight
+from trustbatch.rollout.fp8 import quantize_rows, round_rows
 
 
 class Linear(Protocol):
@@ -125,23 +125,23 @@ class Fp8Linear:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = layers
         weight, self.bias = _joined(layers, torch.bfloat16)
-        self.weight, scale = quantise_rows(weight)
+        self.weight, scale = quantize_rows(weight)
         self.scale = scale.t().contiguous()
 
     def refresh(self) -> None:
-        """Quantise the bfloat16 values of the present weights."""
+        """Quantize the bfloat16 values of the present weights."""
         weight, bias = _joined(self.layers, torch.bfloat16)
-        quantised, scale = quantise_rows(weight)
-        self.weight.copy_(quantised)
+        quantized, scale = quantize_rows(weight)
+        self.weight.copy_(quantized)
         self.scale.copy_(scale.t())
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Map [n, in] to [n, out] in bfloat16."""
-        from trustbatch.rollout.native.kernels import quantise_tokens
+        from trustbatch.rollout.native.kernels import quantize_tokens
 
-        rows, scale = quantise_tokens(inputs)
+        rows, scale = quantize_tokens(inputs)
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             rows,
             self.weight.t(),
@@ -174,7 +174,7 @@ class EmulatedFp8Linear:
 
 
 def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool = False) -> Linear:
-    """Choose how a product is computed; the head stays unquantised, as in other engines."""
+    """Choose how a product is computed; the head stays unquantized, as in other engines."""
     parameter = layers[0].weight
     if precision == "fp8" and is_head:
         precision = "bfloat16" if parameter.is_cuda else "float32"

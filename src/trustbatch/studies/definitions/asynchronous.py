@@ -7,7 +7,7 @@ from trustbatch.studies.study import Study
 
 
 def asynchronous(scale: Scale) -> Study:
-    """Pipelines of one and of two steps, with one optimiser step for each batch of rollouts."""
+    """Pipelines of one and of two steps, with one optimizer step for each batch of rollouts."""
     return Study(
         name="async",
         scale=scale.name,

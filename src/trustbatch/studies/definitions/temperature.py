@@ -7,7 +7,7 @@ from trustbatch.studies.study import Study
 
 
 def temperature(scale: Scale) -> Study:
-    """Rollouts at T = 0.6 and at T = 1.2, while the policy is optimised at 1."""
+    """Rollouts at T = 0.6 and at T = 1.2, while the policy is optimized at 1."""
     return Study(
         name="temperature",
         scale=scale.name,

@@ -28,7 +28,7 @@ def paper_scale(*, data: str | None = None) -> Scale:
         families={
             "temperature": long,
             # each GPU that draws has the other model as well
-            "mixing": {**long, "rollout.vllm.gpu_memory_utilisation": 0.45},
+            "mixing": {**long, "rollout.vllm.gpu_memory_utilization": 0.45},
             "two_anchor": long,
             "fp8": {
                 "model.name": "Qwen/Qwen3-8B-Base",
@@ -94,11 +94,11 @@ def _base(data: str | None) -> dict[str, Any]:
             "engine": "vllm",
             "samples_per_prompt": SAMPLES_PER_PROMPT,
             "temperature": 1.0,
-            "vllm": {"tensor_parallel": 1, "gpu_memory_utilisation": 0.9},
+            "vllm": {"tensor_parallel": 1, "gpu_memory_utilization": 0.9},
         },
         "training": {
             "steps": STEPS,
-            "optimiser": "adamw",
+            "optimizer": "adamw",
             "learning_rate": 1e-5,
             "betas": [0.9, 0.95],
             "weight_decay": 0.01,
@@ -126,7 +126,7 @@ def _family(
         "rollout.prompts_per_step": samples // SAMPLES_PER_PROMPT,
         "rollout.prompts_per_call": rollout_batch,
         "rollout.max_tokens": max_tokens,
-        # the fewest optimiser steps of which none has more sequences than the train batch
+        # the fewest optimizer steps of which none has more sequences than the train batch
         "training.mini_batches": math.ceil(samples / train_batch),
         "training.micro_batch_tokens": micro_batch * max_tokens,
     }

@@ -20,7 +20,7 @@ def smoke_scale() -> Scale:
             "model": {"name": TINY_MODEL, "device": "cpu"},
             "task": {"name": "arithmetic", "level": 2},
             "rollout": {"prompts_per_step": 24, "samples_per_prompt": 8, "max_tokens": MAX_TOKENS},
-            # several optimiser steps a batch, as in the paper: with one, every ratio of fresh
+            # several optimizer steps a batch, as in the paper: with one, every ratio of fresh
             # rollouts is 1 and all objectives are the same
             "training": {"steps": STEPS, "mini_batches": 8, "learning_rate": 3e-4},
             "run": {"checkpoint_every": STEPS, "keep_checkpoints": 1, "rollouts_every": STEPS},

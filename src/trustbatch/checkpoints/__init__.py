@@ -1,0 +1,1 @@
+"""Checkpoints: written beside the training, read back exactly."""

@@ -1,0 +1,220 @@
+"""Reading checkpoints: the newest one that is whole, and the exact state that it holds.
+
+    step-N/                  an ordinary Hugging Face folder: config, tokenizer, *.safetensors
+    step-N/trainer/          rank-*.safetensors (weights and optimizer, in pieces), and JSON
+    step-N/manifest.json     every file with its length and digest, written last
+
+`checkpointer.py` writes them.
+"""
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trustbatch.checkpoints.loop_state import LoopState
+from trustbatch.checkpoints.manifest import listed_bytes, verify
+from trustbatch.checkpoints.shards import StoredTensor, is_plain, list_tensors, read_into
+from trustbatch.errors import CheckpointError
+from trustbatch.models.policy import Policy
+from trustbatch.observe.progress import LiveLine
+from trustbatch.rollout.records import group_from_record
+from trustbatch.training.trainer import Trainer
+from trustbatch.utils.distributed import from_rank_zero, gathered, this_rank
+
+TRAINER_FOLDER, STATE_FILE, PENDING_FILE = "trainer", "state.json", "pending_rollouts.jsonl"
+SPARE_FILE = "spare_rollouts.jsonl"
+WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
+"""how the names of stored tensors begin: weights/NAME and optimizer/KEY/NAME"""
+LONG_CHECK_BYTES = 4 * 2**30
+"""from here on, checking a checkpoint takes long enough to be mentioned"""
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return complete checkpoints, oldest first."""
+    found = [path for path in folder.glob("step-*") if path.name[5:].isdigit()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return after how many steps a checkpoint was made."""
+    return int(checkpoint.name[5:])
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint that is whole, or None if there is none at all.
+
+    Damaged ones are skipped, and a line says so. Every rank has to call this: rank 0 looks, so that
+    all of them continue from the same one.
+    """
+    chosen, problem = None, None
+    if this_rank() == 0:
+        try:
+            chosen = _newest_whole(folder)
+        except CheckpointError as error:
+            problem = str(error)
+    problem = from_rank_zero(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+    name = from_rank_zero(chosen.name if chosen else None)
+    return folder / name if name else None
+
+
+def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
+    """Give a trainer the weights, the optimizer state and the counts of a checkpoint, bit for bit.
+
+    However many ranks wrote it, each rank reads what it holds now.
+    """
+    folder = checkpoint / TRAINER_FOLDER
+    try:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        stored = list_tensors(folder)
+        _refuse_other_model(checkpoint, str(state["model"]), stored, trainer)
+        _refuse_other_base(checkpoint, float(state["frozen_sum"]), trainer.policy)
+        # before the weights, since a step is taken to make the optimizer's state
+        _restore_optimizer(trainer, stored, folder)
+        read_into(_with_prefix(WEIGHTS, weights_of(trainer.policy)), folder)
+        trainer.num_optimizer_steps = int(state["num_optimizer_steps"])
+        trainer.num_consecutive_skips = int(state["num_consecutive_skips"])
+        lines = (folder / PENDING_FILE).read_text(encoding="utf-8").splitlines()
+        pending = [[group_from_record(record) for record in json.loads(line)] for line in lines]
+        lines = (folder / SPARE_FILE).read_text(encoding="utf-8").splitlines()
+        return LoopState(
+            step=int(state["step"]),
+            num_prompts=int(state["num_prompts"]),
+            pending=deque(pending),
+            # how older versions of this package drew them is not known
+            drawing=deque(state.get("drawing", [{} for _ in pending])),
+            spare=[group_from_record(json.loads(line)) for line in lines],
+            task=dict(state["task"]),
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise unreadable(checkpoint, error) from error
+
+
+def unreadable(checkpoint: Path, cause: Exception) -> CheckpointError:
+    """Return the error for a checkpoint whose files are whole and yet can't be used."""
+    return CheckpointError(
+        f"{checkpoint} can't be read ({cause}): delete it, and the run continues from the "
+        "checkpoint before it, or from the start."
+    )
+
+
+def weights_of(policy: Policy) -> dict[str, Tensor]:
+    """Return what training changes of a policy, by name; of tied tensors the first name only."""
+    if policy.adapters is not None:
+        return {name: each.detach() for name, each in policy.trained_parameters()}
+    first: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in policy.model.state_dict(keep_vars=True).items():
+        if first.setdefault(id(tensor), name) == name:
+            tensors[name] = tensor.detach()
+    return tensors
+
+
+def frozen_sum(policy: Policy) -> float:
+    """Return the sum of the weights beside adapters, which are not trained; collective."""
+    if policy.adapters is None:
+        return 0.0
+    parts = [
+        (p.to_local() if isinstance(p, DTensor) else p).detach().double().sum().item()
+        for p in policy.model.parameters()
+        if not p.requires_grad
+    ]
+    is_divided = any(isinstance(p, DTensor) for p in policy.model.parameters())
+    return math.fsum(gathered(math.fsum(parts)) if is_divided else parts)
+
+
+def optimizer_state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the optimizer's tensors as KEY/NAME; what was never trained has none."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in trainer.policy.model.named_parameters():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            assert isinstance(value, Tensor), f"{key} of the optimizer is not a tensor"
+            tensors[f"{key}/{name}"] = value
+    return tensors
+
+
+def _newest_whole(folder: Path) -> Path | None:
+    skipped: list[str] = []
+    line = LiveLine()
+    for checkpoint in reversed(list_checkpoints(folder)):
+        try:
+            num_bytes = listed_bytes(checkpoint)
+            if num_bytes > LONG_CHECK_BYTES:
+                line.show(f"Checking {checkpoint} ({num_bytes / 1e9:.0f} GB)")
+            verify(checkpoint)
+        except (CheckpointError, OSError) as error:
+            skipped.append(f"{checkpoint.name}: {error}")
+            line.show(f"Skipped {checkpoint}, which is damaged: {error}.", last=True)
+        else:
+            return checkpoint
+    if skipped:
+        raise CheckpointError(
+            f"No checkpoint in {folder} can be used ({'; '.join(skipped)}): delete them to start "
+            "from the beginning, or choose another run.name."
+        )
+    return None
+
+
+def _refuse_other_model(
+    checkpoint: Path, model: str, stored: Mapping[str, StoredTensor], trainer: Trainer
+) -> None:
+    difference = None
+    if model != trainer.policy.name:
+        difference = f"{model!r}, not {trainer.policy.name!r}"
+    here = _with_prefix(WEIGHTS, weights_of(trainer.policy))
+    for name in sorted({name for name in stored if name.startswith(WEIGHTS)} | here.keys()):
+        there = list(stored[name].shape) if name in stored else "missing"
+        wanted = list(here[name].shape) if name in here else "missing"
+        if there != wanted and difference is None:
+            difference = f"{name.removeprefix(WEIGHTS)} is {there} there, and {wanted} here"
+    if difference is not None:
+        raise CheckpointError(
+            f"{checkpoint} is of another model ({difference}): choose another run.name, or the "
+            "model.name that it was trained with."
+        )
+
+
+def _refuse_other_base(checkpoint: Path, expected: float, policy: Policy) -> None:
+    # as exact as sums over another number of ranks are
+    if not math.isclose(frozen_sum(policy), expected, rel_tol=1e-9, abs_tol=1e-9):
+        raise CheckpointError(
+            f"{checkpoint} has adapters for other weights than those of {policy.name!r} now: put "
+            "the model that the run began with back in its place, or choose another run.name."
+        )
+
+
+def _restore_optimizer(trainer: Trainer, stored: Mapping[str, StoredTensor], folder: Path) -> None:
+    """Let the optimizer make its own kind of state, then fill it."""
+    keys = [name.removeprefix(OPTIMIZER) for name in stored if name.startswith(OPTIMIZER)]
+    with_state = {key.partition("/")[2] for key in keys}
+    trainer.optimizer.zero_grad(set_to_none=True)
+    parameters = dict(trainer.policy.model.named_parameters())
+    for name, parameter in parameters.items():
+        if name in with_state:
+            parameter.grad = torch.zeros_like(parameter)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=True)
+    targets = optimizer_state_of(trainer)
+    if targets.keys() != set(keys):
+        raise ValueError("it holds the state of another optimizer")
+    # quantized states are stored as the numbers that they stand for, shaped like the parameter
+    quantized = {key: target for key, target in targets.items() if not is_plain(target)}
+    numbers = {
+        key: torch.empty_like(parameters[key.partition("/")[2]], requires_grad=False)
+        for key in quantized
+    }
+    read_into(_with_prefix(OPTIMIZER, targets | numbers), folder)
+    for key, target in quantized.items():
+        target.copy_(numbers[key])
+
+
+def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: tensor for name, tensor in tensors.items()}

@@ -1,0 +1,120 @@
+"""Sampling: what were the tokens drawn from, and what do the recorded numbers stand for?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from trustbatch.doctor.draws import Draws
+from trustbatch.doctor.forwards import in_precision
+from trustbatch.doctor.recompute import Layout, recompute
+from trustbatch.doctor.sampling_distributions import Law, LawStatistics, Mismatch
+from trustbatch.doctor.search import search
+from trustbatch.models.policy import Policy
+
+MAX_Z = 5.0
+"""a healthy engine exceeds it once in two million examinations"""
+MAX_OUTSIDE = 0.01
+"""share of tokens that rounding may push over the edge of the support"""
+
+
+@dataclass(frozen=True)
+class SamplingResult:
+    """The laws of tokens and numbers, and the mismatch split into its parts."""
+
+    configured: Law
+    drawn: Law
+    """law that the tokens were drawn from"""
+    recorded: Law
+    """law whose log-probs were recorded"""
+    z: dict[Law, float]
+    """of each law that was tested"""
+    residuals: dict[Law, float]
+    """mean |recorded - log-prob| for each law that the numbers may stand for"""
+    num_outside: int
+    """tokens that the configured law could not have drawn"""
+    is_tested: bool
+    """False where the weights differ, which no law can explain"""
+    total: Mismatch
+    """as training sees it: policy against recorded numbers"""
+    true: Mismatch
+    """policy against the law that the tokens were drawn from, where that is known"""
+    parts: dict[str, Mismatch]
+    """summands of the total: temperature, support, logprob_mode, arithmetic"""
+    num_nonfinite: int
+    """tokens without a finite ratio"""
+
+
+def examine_sampling(
+    policy: Policy,
+    draws: Draws,
+    layout: Layout,
+    *,
+    configured: Law,
+    policy_law: Law,
+    recorded_by_config: Law,
+    engine_precision: str | None,
+    weights_agree: bool,
+    say: Callable[[str], None],
+) -> SamplingResult:
+    """Find the laws behind tokens drawn as configured.
+
+    Args:
+        policy: the trainer's.
+        draws: tokens drawn as the configuration says.
+        layout: how the trainer packs its batches.
+        configured: law that the configuration asks the engine for.
+        policy_law: law of the policy that is trained.
+        recorded_by_config: law whose log-probs the configuration asks for.
+        engine_precision: precision that the engine evidently computes in; None is the trainer's.
+        weights_agree: False skips the search for other laws.
+        say: gets a line about each longer step.
+    """
+    say(f"testing {draws.num_tokens} tokens against {configured}")
+    drawn, recorded = configured, recorded_by_config
+    laws = {Law(), policy_law, configured, configured.uncut, recorded_by_config}
+    with in_precision(policy, engine_precision):
+        statistics = recompute(policy, draws, list(laws), layout)
+        if weights_agree:
+            drawn = search(policy, draws, configured, layout, temperatures=()).drawn
+            if drawn != configured or not _fits(statistics[configured]):
+                say("trying other temperatures and cuts")
+                drawn = search(policy, draws, configured, layout).drawn
+            statistics |= recompute(policy, draws, [drawn, drawn.uncut], layout)
+    residuals = {law: _residual(draws, found) for law, found in statistics.items()}
+    expected = recorded_by_config if recorded_by_config != configured else drawn
+    best = min(residuals, key=lambda law: residuals[law])
+    # two laws may fit alike: then the expected one does
+    recorded = expected if residuals[expected] <= 1.5 * residuals[best] else best
+    with_trainer = (
+        recompute(policy, draws, list(statistics), layout) if engine_precision else statistics
+    )
+    logp = {law: found.logp for law, found in with_trainer.items()}
+    total = logp[policy_law] - draws.recorded
+    return SamplingResult(
+        configured=configured,
+        drawn=drawn,
+        recorded=recorded,
+        z={law: found.z for law, found in statistics.items()},
+        residuals=residuals,
+        num_outside=statistics[configured].num_outside,
+        is_tested=weights_agree,
+        total=Mismatch.of(total),
+        true=Mismatch.of(logp[policy_law] - statistics[drawn].logp if weights_agree else total),
+        parts={
+            "temperature": Mismatch.of(logp[policy_law] - logp[drawn.uncut]),
+            "support": Mismatch.of(logp[drawn.uncut] - logp[drawn]),
+            "logprob_mode": Mismatch.of(logp[drawn] - logp[recorded]),
+            "arithmetic": Mismatch.of(logp[recorded] - draws.recorded),
+        },
+        num_nonfinite=int((~torch.isfinite(total)).sum()),
+    )
+
+
+def _fits(statistics: LawStatistics) -> bool:
+    share_outside = statistics.num_outside / len(statistics.logp)
+    return abs(statistics.z) <= MAX_Z and share_outside <= MAX_OUTSIDE
+
+
+def _residual(draws: Draws, statistics: LawStatistics) -> float:
+    return Mismatch.of(draws.recorded - statistics.logp).mean_abs

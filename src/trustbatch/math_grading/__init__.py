@@ -1,0 +1,1 @@
+"""Grading answers to mathematical problems, on its own."""

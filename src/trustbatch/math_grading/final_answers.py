@@ -1,0 +1,122 @@
+r"""Finding the final answer in a completion.
+
+The rules, in this order:
+
+1. Where the text has `</think>`, only what follows the last one counts; with `<think>` alone, or
+   where the prompt has already opened the thinking, it never ended and there is no answer.
+2. The content of the last \boxed{...} is the answer, also where an earlier box says something
+   else; if the last box is never closed there is no answer, as its end is not known.
+3. Without a box, and unless `require_boxed`: the last formula between dollars (or \( \), \[ \]), or
+   behind it the last number where the reference is a number; but neither where what stands beside
+   it makes it a part of something larger, such as 3 1/2, 10^{-3} or 7 or 8. Else the whole text.
+"""
+
+import re
+
+from trustbatch.math_grading.text import with_plain_signs
+
+_NUMBER = re.compile(r"(?:(?<![\w)\]}-])-)?\d+(?:,\d+)*(?:\.\d+)?(?:/\d+)?")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_FORMULA = re.compile(
+    r"(?<!\\)\$\$(.+?)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+)
+_TAIL = 4000
+"""characters of a text without a box in which an answer is looked for"""
+_BESIDE = 40
+"""characters on each side of a number that may make it a part of something larger"""
+_PART_BEFORE = re.compile(
+    r"[\w^{}\\/.([]$|\d\*\*$|\d:$"
+    r"|(?:[-+/|~≈<>^_\\{}]|(?<!\*)\*|[!<>]=|\d[ \t]+:|\d[ \t]*[,;]|[\d$][ \t])[ \t]*$"
+    r"|\\[a-zA-Z]+[ \t]*$"
+    r"|(?:\b(?:or|and|not|nor|than|minus|plus|times|over|between|from|to|by|negative|except|mod|"
+    r"base|sqrt|log|ln|sin|cos|tan|(?:root|power|factorial) of)|n't)[ \t]+$",
+    re.IGNORECASE,
+)
+_PART_AFTER = re.compile(
+    r"[ \t]*(?:\^(?!\{?\\circ)|[_{}/+\-!|<>=%&]|\*(?!\*)|\\(?![)\]]))|[(\[]|[.,:]\d"
+    r"|(?!(?:mm|cm|km|kg|mg|ml|ft|yd|mi|mph|lbs?)\b)\w"
+    r"|[ \t]*[,;:][ \t]*(?:\d|(?:or|and)\b)"
+    r"|[ \t]+(?:(?![aI]\b)[a-z]\b|\d|\(?mod\b"
+    r"|(?:or|and|nor|plus|minus|times|over|to|percent|squared|cubed|factorial|hundreds?|thousands?|"
+    r"millions?|billions?|trillions?|lakh|crore|dozens?|pi|sqrt|divided|multiplied|halves|thirds|"
+    r"quarters|\w+(?<!mon)(?<!leng)(?<!wid)(?<!dep)ths)\b)",
+    re.IGNORECASE,
+)
+
+
+def final_answer(
+    completion: str,
+    *,
+    require_boxed: bool = False,
+    is_number: bool = False,
+    thinking: bool = False,
+) -> str | None:
+    """Return the final answer by the rules above, or None where there is none.
+
+    `is_number` says that the reference is one, `thinking` that the prompt opened the thinking.
+    """
+    text = after_thinking(completion, thinking=thinking)
+    if text is None:
+        return None
+    boxed = last_box(text)
+    if boxed is not None:
+        start, end = boxed
+        return None if end is None else text[start:end]
+    if require_boxed:
+        return None
+    # before the tail stands what may be a part of its first number
+    tail = text if len(text) <= _TAIL else "\\" + text[-_TAIL:]
+    return _unboxed(with_plain_signs(tail), is_number=is_number) or text
+
+
+def after_thinking(completion: str, *, thinking: bool = False) -> str | None:
+    """Return what follows the thinking, or None if that never ended."""
+    _, ended, after = completion.rpartition("</think>")
+    if ended:
+        return after
+    return None if thinking or "<think>" in completion else completion
+
+
+def _unboxed(text: str, *, is_number: bool) -> str | None:
+    """Return the last formula or number that stands alone, or None if the last one does not."""
+    last, content = None, ""
+    for match in _FORMULA.finditer(text):
+        inner = next(filter(None, match.groups()))
+        if not is_number or re.search(r"\d", inner):
+            last, content = match, inner
+    if is_number:
+        for match in _NUMBER.finditer(text, last.end() if last else 0):
+            last, content = match, match.group()
+    if last is None or not _stands_alone(text, *last.span()):
+        return None
+    return content
+
+
+def _stands_alone(text: str, start: int, end: int) -> bool:
+    """Whether nothing beside a part of a text makes it a part of something larger."""
+    if text[start - 1 : start] + text[end : end + 1] in ("()", "[]"):
+        start, end = start - 1, end + 1
+    before, after = text[max(start - _BESIDE, 0) : start], text[end : end + _BESIDE]
+    return not _PART_BEFORE.search(before) and not _PART_AFTER.match(after)
+
+
+def last_box(text: str) -> tuple[int, int | None] | None:
+    """Return where the content of the last box starts and ends; the end is None if it has none."""
+    start = None
+    for match in _BOX.finditer(text):
+        start = match.end()
+    if start is None:
+        return None
+    depth, position = 1, start
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            position += 1  # an escaped brace is a character of the answer
+        elif character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return start, position
+        position += 1
+    return start, None

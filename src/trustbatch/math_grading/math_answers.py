@@ -1,0 +1,275 @@
+r"""Grading answers to mathematical problems.
+
+Two answers are equal if they are the same text after cleaning, or have the same form
+(`answer_forms`) and equal parts: numbers exactly, formulas by their values (`math_values`). What
+only a computer algebra system can read, such as sums, integrals and limits, goes to math-verify.
+
+When in doubt an answer is wrong: a reward for a wrong answer is learnt at once, and one that is
+withheld from an odd spelling costs little.
+"""
+
+import importlib.util
+import logging
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from trustbatch.errors import RewardError
+from trustbatch.math_grading.answer_forms import Form, is_name, names_value, read_form, words_of
+from trustbatch.math_grading.expression import Node, NotReadable, read
+from trustbatch.math_grading.final_answers import final_answer, last_box
+from trustbatch.math_grading.text import clean
+from trustbatch.math_grading.values import close, equal, proportional
+
+LONGEST_ANSWER = 10_000
+"""characters; a longer answer is equal to nothing but itself"""
+_FOR_ALGEBRA = re.compile(r"\\(?:sum|prod|int|lim|max|min|gcd|lcm|det|bmod)(?![a-zA-Z])")
+_NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)(?:/0*[1-9]\d*)?")
+_SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    decimals: int | None
+    tolerance: float
+    percent: bool
+    require_unit: bool
+
+
+def grade_math(
+    completion: str,
+    answer: str,
+    *,
+    require_boxed: bool = False,
+    decimals: int | None = None,
+    tolerance: float = 0.0,
+    percent: bool = False,
+    require_unit: bool = False,
+    thinking: bool = False,
+) -> float:
+    r"""1 if the completion's final answer equals the reference, otherwise 0.
+
+    Args:
+        completion: the text of the model; `final_answers` says where its answer is looked for.
+        answer: the reference, in LaTeX or as plain text.
+        require_boxed: an answer outside \boxed{} does not count.
+        decimals: numbers that are equal after rounding to so many decimals count.
+        tolerance: numbers whose difference is at most this part of the reference count.
+        percent: 39 counts for 39\% and the other way round; 0.39 always does.
+        require_unit: where the reference names a unit, the answer must name it; otherwise it may
+            leave it out, but never name another.
+        thinking: the prompt has opened the thinking, so an answer counts only behind </think>.
+    """
+    if not answer.strip():
+        raise RewardError("The reference answer is empty: remove the row, or give it an answer.")
+    reference = _reference(answer)
+    found = final_answer(
+        completion,
+        require_boxed=require_boxed,
+        is_number=_NUMBER.fullmatch(reference) is not None,
+        thinking=thinking,
+    )
+    if found is None or not found.strip():
+        return 0.0
+    if len(found) > LONGEST_ANSWER or len(answer) > LONGEST_ANSWER:
+        return float(found.strip() == answer.strip())
+    given = clean(found)
+    if not given:
+        return 0.0
+    if given == reference:
+        return 1.0
+    rules = _Rules(decimals, tolerance, percent, require_unit)
+    return float(_forms_equal(_form(given), _form(reference), rules))
+
+
+def prepare() -> None:
+    """Load what the first hard answer would otherwise wait for."""
+    import mpmath  # noqa: F401
+
+
+@lru_cache(maxsize=1)
+def has_math_verify() -> bool:
+    """Whether math-verify is installed."""
+    return importlib.util.find_spec("math_verify") is not None
+
+
+@lru_cache(maxsize=4096)
+def _reference(answer: str) -> str:
+    """Return the cleaned reference; one in a box is taken out of it."""
+    boxed = last_box(answer)
+    if boxed is not None and boxed[1] is not None:
+        answer = answer[boxed[0] : boxed[1]]
+    return clean(answer)
+
+
+@lru_cache(maxsize=4096)
+def _form(text: str) -> Form:
+    return read_form(text)
+
+
+def _forms_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
+    """Whether an answer has the form of the reference, and all its parts."""
+    given, wanted = _without_name(given, wanted), _without_name(wanted, given)
+    given, wanted = _alone(given), _alone(wanted)
+    if given.kind != wanted.kind:
+        return _flipped_equal(given, wanted, rules)
+    if given.kind == "scalar":
+        return _scalars_equal(given, wanted, rules)
+    of_two_variables = given.text and wanted.text and given.text != wanted.text
+    if of_two_variables or len(given.items) != len(wanted.items):
+        return False
+    if given.kind in ("list", "union"):
+        return _same_items(given.items, wanted.items, rules)
+    pairs = zip(given.items, wanted.items, strict=True)
+    if all(_forms_equal(a, b, rules) for a, b in pairs):
+        return True
+    return given.kind == "=" and _equations_equal(given, wanted)
+
+
+def _alone(form: Form) -> Form:
+    """A set of one answer is that answer."""
+    return form.items[0] if form.kind == "list" and len(form.items) == 1 else form
+
+
+def _without_name(form: Form, other: Form) -> Form:
+    """Take the value out of x = 5, or 2 + 3 = 5, where the other answer has no equals sign."""
+    signs = set(form.kind.split(","))
+    if signs != {"="} or "=" in other.kind:
+        return form
+    value, first = form.items[-1], form.items[0]
+    before, after = _node(first.text), _node(value.text)
+    # in x = 1 = 2 one of the two is wrong, and nobody knows which
+    for middle in form.items[1:-1]:
+        node = _node(middle.text)
+        if node and not node.symbols() and not (after and equal(node, after)):
+            return form
+    if before and not before.symbols() and first.text not in ("e", "i"):
+        if len(form.items) == 2 and is_name(value.text) and after and after.symbols():
+            return first  # 5 = x
+        # a false equation such as 1 + 1 = 3 names no value
+        return value if after and equal(before, after) else form
+    return value if names_value(first) else form
+
+
+def _flipped_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
+    """Compare a < b with b > a."""
+    flip = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+    flipped = ",".join(flip.get(sign, "") for sign in reversed(given.kind.split(",")))
+    if not given.items or flipped != wanted.kind or len(given.items) != len(wanted.items):
+        return False
+    pairs = zip(reversed(given.items), wanted.items, strict=True)
+    return all(_forms_equal(a, b, rules) for a, b in pairs)
+
+
+def _same_items(given: tuple[Form, ...], wanted: tuple[Form, ...], rules: _Rules) -> bool:
+    left = list(wanted)
+    for item in given:
+        match = next((other for other in left if _forms_equal(item, other, rules)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return not left
+
+
+def _equations_equal(given: Form, wanted: Form) -> bool:
+    """Whether two equations say the same: one is the other times a constant."""
+    sides = [_node(item.text) for form in (given, wanted) for item in form.items]
+    if len(sides) != 4 or any(side is None for side in sides):
+        return False
+    a, b, c, d = (side for side in sides if side is not None)
+    first = Node("add", (a, Node("negate", (b,))))
+    second = Node("add", (c, Node("negate", (d,))))
+    return proportional(first, second)
+
+
+def _scalars_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
+    if given.base != wanted.base and (given.base or not wanted.base):
+        return False
+    if given.unit != wanted.unit and wanted.unit and (given.unit or rules.require_unit):
+        return False
+    if wanted.base:
+        plain = not given.unit and not given.is_percent
+        return plain and given.text.lstrip("0") == wanted.text.lstrip("0")
+    if given.text == wanted.text and given.is_percent == wanted.is_percent:
+        return bool(given.text)
+    words = words_of(given.text), words_of(wanted.text)
+    if None not in words and words[0] == words[1]:
+        return True
+    if any(word is not None and len(word) > 1 for word in words):
+        return False
+    return _values_equal(given, wanted, rules)
+
+
+def _values_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
+    left, right = _node(given.text), _node(wanted.text)
+    if left is None or right is None:
+        return _equal_by_algebra(given.text, wanted.text)
+    candidates = [_scaled(left, given.is_percent)]
+    if rules.percent and given.is_percent != wanted.is_percent:
+        candidates.append(_scaled(left, wanted.is_percent))
+    reference = _scaled(right, wanted.is_percent)
+    if any(equal(candidate, reference) for candidate in candidates):
+        return True
+    if rules.decimals is None and not rules.tolerance:
+        return False
+    return any(
+        close(candidate, reference, decimals=rules.decimals, tolerance=rules.tolerance)
+        for candidate in candidates
+    )
+
+
+def _scaled(node: Node, is_percent: bool) -> Node:
+    if not is_percent:
+        return node
+    hundred = Node("number", value=_HUNDRED.value)
+    return Node("multiply", (node, Node("reciprocal", (hundred,))))
+
+
+_HUNDRED = read("100")
+
+
+@lru_cache(maxsize=4096)
+def _node(text: str) -> Node | None:
+    """Return the tree of a formula, or None if it is none."""
+    scientific = _SCIENTIFIC.fullmatch(text)
+    if scientific is not None:
+        text = r"{}\cdot 10^{{{}}}".format(*scientific.groups())
+    try:
+        return read(text)
+    except NotReadable:
+        return None
+
+
+def _equal_by_algebra(given: str, wanted: str) -> bool:
+    """Ask math-verify about sums, integrals and limits.
+
+    It folds letters and forgets primes, so the two must be written with the same ones.
+    """
+    if not _FOR_ALGEBRA.search(given) and not _FOR_ALGEBRA.search(wanted):
+        return False
+    if not has_math_verify():
+        raise RewardError(
+            f"Comparing {given[:80]!r} with {wanted[:80]!r} needs math-verify: "
+            "pip install 'trustbatch[math]'."
+        )
+    if _variables(given) != _variables(wanted):
+        return False
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    # its own time limits use a signal; the limit here is that of the process that grades
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    as_is = NormalizationConfig(basic_latex=False, boxed="none")
+    config = [LatexExtractionConfig(normalization_config=as_is)]
+    parsed = [
+        parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=0)
+        for text in (wanted, given)
+    ]
+    return all(parsed) and verify(parsed[0][0], parsed[1][0], timeout_seconds=0)
+
+
+def _variables(text: str) -> set[str]:
+    """Return the letters outside commands, and primes, apart from an index of a sum."""
+    bound = set(re.findall(r"\\(?:sum|prod|lim)_\{?([A-Za-z])|d([A-Za-z])\b", text))
+    letters = set(re.findall(r"[A-Za-z']", re.sub(r"\\[a-zA-Z]+", "", text)))
+    return letters - {name for pair in bound for name in pair} - {"d"}

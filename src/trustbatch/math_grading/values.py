@@ -1,0 +1,294 @@
+"""Deciding whether two formulas are equal: exactly where they are rational, else to 100 digits.
+
+A formula with variables is compared at several points, some of them negative: two that are equal
+for positive numbers only are not equal. Nothing grows without bound: a number of more than
+`MAX_BITS` bits is TooLarge, before it is computed.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+from trustbatch.math_grading.expression import Node
+
+MAX_BITS = 100_000
+MAX_FACTORIAL = 5_000
+NUM_POINTS = 5
+DIGITS, MORE_DIGITS = 60, 120
+
+
+class TooLarge(ValueError):
+    """A value is not computed, as it would be too large or does not exist."""
+
+
+class NotRational(ValueError):
+    """A value has no exact form here."""
+
+
+def equal(a: Node, b: Node) -> bool:
+    """Whether two formulas have the same value, wherever both have one."""
+    names = sorted(a.symbols() | b.symbols())
+    if not names:
+        return _equal_at({}, a, b) is True
+    decided = 0
+    for number in range(NUM_POINTS):
+        verdict = _equal_at(_point(names, number), a, b)
+        if verdict is False:
+            return False
+        decided += verdict is True
+    return decided >= NUM_POINTS - 1
+
+
+def proportional(a: Node, b: Node) -> bool:
+    """Whether one formula is a constant, other than 0, times the other."""
+    names = sorted(a.symbols() | b.symbols())
+    if not names or a.symbols() != b.symbols():
+        return False
+    ratio: Fraction | None = None
+    for number in range(NUM_POINTS):
+        try:
+            point = _point(names, number)
+            above, below = exact(a, point), exact(b, point)
+        except (TooLarge, NotRational):
+            return False
+        if not above or not below or ratio not in (None, above / below):
+            return False
+        ratio = above / below
+    return True
+
+
+def close(a: Node, b: Node, *, decimals: int | None, tolerance: float) -> bool:
+    """Whether two numbers are equal after rounding, or differ by a small part of the second."""
+    if a.symbols() or b.symbols():
+        return False
+    try:
+        first, second = _decimal(a), _decimal(b)
+    except (TooLarge, ZeroDivisionError, ValueError):
+        return False
+    difference = abs(first - second)
+    if decimals is not None and difference <= Fraction(1, 2 * 10**decimals):
+        return True
+    return difference <= Fraction(tolerance) * abs(second)
+
+
+def _decimal(node: Node) -> Fraction:
+    try:
+        return exact(node, {})
+    except NotRational:
+        value = numeric(node, {}, DIGITS)
+        if value.imag != 0:
+            raise TooLarge("a complex number has no decimals") from None
+        mantissa, exponent = value.real.man_exp
+        return Fraction(mantissa) * Fraction(2) ** exponent
+
+
+def _point(names: list[str], number: int) -> dict[str, Fraction]:
+    """Return rational values of the variables; the last points have negative ones among them."""
+    draw = random.Random(f"{number}:{names}")
+    point = {
+        name: Fraction(draw.randrange(101, 2000, 2), draw.choice((211, 223, 227))) for name in names
+    }
+    if number >= 2:
+        negative = [name for name in names if draw.random() < 0.5] or names
+        point |= {name: -point[name] for name in negative}
+    return point
+
+
+def _equal_at(point: Mapping[str, Fraction], a: Node, b: Node) -> bool | None:
+    """Whether two formulas are equal at a point; None where a value does not exist."""
+    try:
+        return exact(a, point) == exact(b, point)
+    except NotRational:
+        pass
+    except (TooLarge, ZeroDivisionError):
+        return None
+    try:
+        first, second = numeric(a, point, DIGITS), numeric(b, point, DIGITS)
+        difference = abs(first - second)
+        scale = max(abs(first), abs(second))
+        if difference > scale * 10.0 ** (10 - DIGITS) and difference > 10.0 ** (20 - DIGITS):
+            return False
+        # what is left may be rounding, which more digits make smaller, or a small number
+        first, second = numeric(a, point, MORE_DIGITS), numeric(b, point, MORE_DIGITS)
+        precise = abs(first - second)
+        return bool(precise <= scale * 10.0 ** (20 - MORE_DIGITS)) or bool(
+            precise <= difference * 10.0 ** (20 - DIGITS)
+        )
+    except (TooLarge, ZeroDivisionError, ValueError, OverflowError):
+        return None
+
+
+def exact(node: Node, point: Mapping[str, Fraction]) -> Fraction:
+    """Return the value of a formula of + - * / and whole powers; NotRational for others."""
+    match node.kind:
+        case "number":
+            return _bounded(node.value)
+        case "symbol":
+            return point[node.name]
+        case "negate":
+            return -exact(node.parts[0], point)
+        case "absolute":
+            return abs(exact(node.parts[0], point))
+        case "floor":
+            return Fraction(math.floor(exact(node.parts[0], point)))
+        case "ceiling":
+            return Fraction(math.ceil(exact(node.parts[0], point)))
+        case "factorial":
+            return Fraction(math.factorial(_small_whole(exact(node.parts[0], point))))
+        case "reciprocal":
+            return 1 / _not_zero(exact(node.parts[0], point))
+        case "add" | "multiply" | "power" | "binomial":
+            values = [exact(part, point) for part in node.parts]
+            return reduce(lambda a, b: _bounded(_EXACT[node.kind](a, b)), values)
+        case _:
+            raise NotRational(node.kind)
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if value.numerator.bit_length() + value.denominator.bit_length() > MAX_BITS:
+        raise TooLarge("too many digits")
+    return value
+
+
+def _small_whole(value: Fraction) -> int:
+    if value.denominator != 1 or value < 0:
+        raise NotRational("factorial")
+    if value > MAX_FACTORIAL:
+        raise TooLarge("factorial")
+    return int(value)
+
+
+def _not_zero(value: Fraction) -> Fraction:
+    if value == 0:
+        raise TooLarge("division by zero")
+    return value
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        raise NotRational("power")
+    if base == 0 and exponent <= 0:
+        raise TooLarge("zero to such a power")
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if abs(base) != 1 and abs(exponent) * bits > MAX_BITS:
+        raise TooLarge("power")
+    if abs(base) == 1:
+        return base if exponent % 2 else abs(base)
+    return base ** int(exponent)
+
+
+def _binomial(n: Fraction, k: Fraction) -> Fraction:
+    return Fraction(math.comb(_small_whole(n), _small_whole(k)))
+
+
+_EXACT: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "add": lambda a, b: a + b,
+    "multiply": lambda a, b: a * b,
+    "power": _power,
+    "binomial": _binomial,
+}
+
+
+def numeric(node: Node, point: Mapping[str, Fraction], digits: int) -> Any:
+    """Return the value of a formula as a complex number with so many digits."""
+    import mpmath  # sympy's, and so torch's; it takes a while
+
+    with mpmath.workdps(digits):
+        return mpmath.mpc(_Numeric(mpmath, point).value(node))
+
+
+class _Numeric:
+    """Walks a tree and computes with mpmath; nothing it calls takes long or much memory."""
+
+    def __init__(self, mp: Any, point: Mapping[str, Fraction]) -> None:
+        self.mp = mp
+        self.point = point
+        # a logarithm without a base is natural to some and decimal to others: it is neither here
+        self.unnamed_base = mp.mpf("3.31417")
+
+    def value(self, node: Node) -> Any:
+        mp = self.mp
+        match node.kind:
+            case "number":
+                return mp.mpf(node.value.numerator) / node.value.denominator
+            case "symbol":
+                value = self.point[node.name]
+                return mp.mpf(value.numerator) / value.denominator
+            case "constant":
+                return {"pi": mp.pi, "e": mp.e, "i": mp.j}[node.name] * 1
+        parts = [self.value(part) for part in node.parts]
+        if any(abs(part) > mp.mpf(2) ** MAX_BITS for part in parts):
+            raise TooLarge(node.kind)
+        return self.apply(node, parts)
+
+    def apply(self, node: Node, parts: list[Any]) -> Any:
+        mp = self.mp
+        match node.kind:
+            case "negate":
+                return -parts[0]
+            case "absolute":
+                return abs(parts[0])
+            case "degrees":
+                return parts[0] * mp.pi / 180
+            case "floor" | "ceiling":
+                return (mp.floor if node.kind == "floor" else mp.ceil)(self.real(parts[0]))
+            case "add":
+                return mp.fsum(parts)
+            case "multiply":
+                return mp.fprod(parts)
+            case "reciprocal":
+                return 1 / parts[0]
+            case "power":
+                return self.power(parts[0], parts[1])
+            case "root":
+                return self.root(parts[1], parts[0])
+            case "factorial":
+                return mp.factorial(self.moderate(parts[0]))
+            case "binomial":
+                return mp.binomial(self.moderate(parts[0]), self.moderate(parts[1]))
+            case "call":
+                return self.call(node.name, parts)
+        raise TooLarge(node.kind)
+
+    def power(self, base: Any, exponent: Any) -> Any:
+        if base == 0:
+            if not self.mp.re(exponent) > 0:
+                raise TooLarge("zero to such a power")
+            return base
+        if abs(exponent) * (abs(self.mp.log(abs(base))) + 4) > MAX_BITS:
+            raise TooLarge("power")
+        return self.mp.power(base, exponent)
+
+    def root(self, inner: Any, degree: Any) -> Any:
+        if degree == 0:
+            raise TooLarge("root")
+        odd = self.mp.im(degree) == 0 and self.mp.re(degree) % 2 == 1
+        if odd and self.mp.im(inner) == 0 and self.mp.re(inner) < 0:
+            return -self.power(-inner, 1 / degree)
+        return self.power(inner, 1 / degree)
+
+    def call(self, name: str, parts: list[Any]) -> Any:
+        mp, argument = self.mp, parts[0]
+        if name in ("ln", "log", "lg"):
+            if argument == 0:
+                raise TooLarge("logarithm of zero")
+            if name == "ln":
+                return mp.log(argument)
+            base = mp.mpf(10) if name == "lg" else parts[1] if len(parts) > 1 else self.unnamed_base
+            return mp.log(argument) / mp.log(base)
+        argument = self.moderate(argument)
+        names = {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
+        return getattr(mp, names.get(name, name))(argument)
+
+    def real(self, value: Any) -> Any:
+        if self.mp.im(value) != 0:
+            raise TooLarge("a complex number has no floor")
+        return self.mp.re(value)
+
+    def moderate(self, value: Any) -> Any:
+        if abs(value) > MAX_FACTORIAL:
+            raise TooLarge("argument")
+        return value

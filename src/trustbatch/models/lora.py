@@ -1,0 +1,191 @@
+"""LoRA: low-rank updates beside frozen linear layers, made and written by PEFT's conventions.
+
+A layer computes W x + scale B (A x). Engines and exported models get W + scale B A in its place.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from trustbatch.config import ALL_LINEAR, LoraConfig
+from trustbatch.errors import ConfigError
+from trustbatch.utils.distributed import whole
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+_NAME = "default"
+_BASE = ".base_layer"
+_PREFIX = "base_model.model."
+"""before every name in the files that PEFT writes"""
+
+
+class Adapters:
+    """The adapters of one model: float32, the only parameters that are trained."""
+
+    def __init__(self, model: Any, config: LoraConfig, *, model_name: str, seed: int) -> None:
+        self.model = model
+        peft = _import_peft()
+        targets = ALL_LINEAR if config.targets == (ALL_LINEAR,) else list(config.targets)
+        self.peft_config = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            target_modules=targets,
+            lora_dropout=0.0,  # log-probs must not depend on who computes them
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=model_name,
+        )
+        _refuse_other_targets(model, config)
+        # the same adapters on every rank, and in every start of a run
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            peft.inject_adapter_in_model(self.peft_config, model, adapter_name=_NAME)
+        self.layers: list[Any] = [module for module in model.modules() if is_adapted(module)]
+        self._refuse_other_layers()
+        for layer in self.layers:
+            # autocast rounds the input once, for base and adapter alike
+            layer.cast_input_dtype_enabled = False
+            layer.get_base_layer().to(getattr(torch, config.base_precision))
+
+    def _refuse_other_layers(self) -> None:
+        """Refuse adapters beside something else than linear layers, which could not be merged."""
+        own = {part for layer in self.layers for part in _parts(layer)}
+        if own != {each for each in self.model.parameters() if each.requires_grad}:
+            model = type(self.model).__name__
+            raise ConfigError(
+                f"[model.lora] works beside linear layers (nn.Linear), and {model} has others that "
+                "PEFT would adapt: name its linear layers in model.lora.targets, or train the "
+                "whole model."
+            )
+
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of a model without adapters that computes the same, by its names."""
+        layers = {name: module for name, module in self.model.named_modules() if is_adapted(module)}
+        trained = {name for name, _ in self.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            owner, _, kind = name.rpartition(_BASE)
+            if owner in layers and kind == ".weight":
+                yield owner + kind, present_weight(layers[owner])
+            elif name not in trained:
+                yield owner + kind, whole(parameter.detach())
+
+    def merged_state(self) -> dict[str, Tensor]:
+        """Return what a model without adapters that computes the same saves; tied weights once."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        buffers = {
+            name: value for name, value in self.model.state_dict().items() if name not in parameters
+        }
+        return buffers | dict(self.merged_weights())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the adapters' own parameters, by their names in the model."""
+        own = {part for layer in self.layers for part in _parts(layer)}
+        for name, parameter in self.model.named_parameters():
+            if parameter in own:
+                yield name, parameter
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Write the adapters alone, as PEFT loads them; the present ones, or those given."""
+        if tensors is None:
+            tensors = {name: whole(part.detach()) for name, part in self.named_parameters()}
+        self.peft_config.save_pretrained(folder)
+        tensors = {_file_name(name): each.cpu().contiguous() for name, each in tensors.items()}
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Take over adapters that `save` or PEFT wrote."""
+        file = folder / WEIGHTS_FILE
+        try:
+            tensors = load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"The adapters in {file} can't be read: {error}.") from error
+        own = {_file_name(name): parameter for name, parameter in self.named_parameters()}
+        if {k: v.shape for k, v in tensors.items()} != {k: v.shape for k, v in own.items()}:
+            raise ConfigError(
+                f"The adapters in {file} are of another model, rank or choice of layers: give "
+                "model.name and [model.lora] of the run that wrote them."
+            )
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Compute with the frozen weights alone.
+
+        PEFT's own switch also changes which parameters have a gradient, and FSDP looks at that
+        when it first gathers them.
+        """
+        for layer in self.layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer._disable_adapters = False
+
+
+def is_adapted(layer: Any) -> bool:
+    """Whether this is a plain linear layer with an adapter beside it."""
+    base = getattr(layer, "base_layer", None)
+    return type(base) is nn.Linear and _NAME in getattr(layer, "lora_A", ())
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether a layer is a matrix product and nothing else, an adapter included."""
+    return type(layer) is nn.Linear or is_adapted(layer)
+
+
+def present_weight(layer: Any) -> Tensor:
+    """Return the whole weight that a linear layer computes with; an adapter is added in float32."""
+    weight = whole(layer.weight.detach())  # of an adapted layer, the frozen one
+    if not is_adapted(layer):
+        return weight
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    down, up = (whole(part.detach()).to(dtype) for part in _parts(layer))
+    return torch.addmm(weight.to(dtype), up, down, alpha=layer.scaling[_NAME])
+
+
+def _parts(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return A [rank, in] and B [out, rank] of an adapted layer."""
+    return layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+
+
+def _file_name(name: str) -> str:
+    return _PREFIX + name.replace(f".{_NAME}.", ".")
+
+
+def _refuse_other_targets(model: Any, config: LoraConfig) -> None:
+    """Refuse a target that is not there, or is no linear layer within the decoder."""
+    if config.targets == (ALL_LINEAR,):
+        return
+    head = model.get_output_embeddings()
+    inside = {
+        name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head
+    }
+    for target in config.targets:
+        found = [
+            (name, module)
+            for name, module in model.named_modules()
+            if name == target or name.endswith(f".{target}")
+        ]
+        if not found or any(name not in inside for name, _ in found):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
+            raise ConfigError(
+                f"model.lora.targets has {target!r}, which is not the name of linear layers that "
+                f"can have adapters: choose among {known}."
+            )
+
+
+def _import_peft() -> Any:
+    try:
+        return import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            f"[model.lora] needs the package peft ({error}): pip install 'trustbatch[lora]'."
+        ) from error

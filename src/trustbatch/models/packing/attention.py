@@ -1,0 +1,251 @@
+"""Attention over packed tokens, as an implementation that transformers' models can be given.
+
+A model with it behaves as with `sdpa` until a forward pass has a `packed` layout among its
+arguments, which reaches each layer's attention (through gradient checkpointing and compilation
+too, since it is an argument and not a global state).
+"""
+
+import inspect
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from trustbatch.models.packing.layout import PackedLayout, Table
+
+NAME = "trustbatch_packed"
+REPLACES = "sdpa"
+"""the implementation that a model must have had, and keeps where nothing is packed"""
+
+_BY_SPEED = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""kernels of a GPU; torch's own order has cuDNN's later, which is nearly twice as fast on Hopper"""
+_FEW_LENGTHS = 512
+"""long sequences are padded to a multiple of it: cuDNN takes 0.1 s to prepare for a new length"""
+_LARGEST_HEAD = 256
+"""of the FlashAttention kernels"""
+# torch 2.11 takes fewer key than query heads as they are, later versions want to be told
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+@torch.compiler.disable  # what is compiled must not depend on how one batch is laid out
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedLayout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from query [1, Hq, N, D] to key and value [1, Hkv, N, D] within each unit."""
+    if packed is None:
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            **options,
+        )
+    # rotary embeddings leave float32 where matrix products run in less
+    dtype = value.dtype
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = (part.to(dtype) for part in (query, key, value))
+    attended = _attend(query, key, value, packed, scaling, sliding_window)
+    # in one order and no view, whoever computed it: compiled layers are made for both
+    attended = attended.contiguous()
+    return torch.ops.aten._unsafe_view(attended, (1, *attended.shape)), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return [N, Hq, D]."""
+    if window is not None and window >= packed.longest:
+        window = None
+    is_even = packed.padded is None and window is None
+    if _fits_flash_attention(query, value, packed) and not is_even:
+        return _attend_on_gpu(query, key, value, packed, scaling, window)
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    return _attend_in_tables(query, key, value, packed, scaling, window)
+
+
+AttentionInterface.register(NAME, packed_attention)
+# only calls without a layout need a mask: those with one bring their own, see `no_mask`
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """Return a ready-made mask, so that a model makes none of its own; nobody looks at it."""
+    return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def _fits_flash_attention(query: Tensor, value: Tensor, packed: PackedLayout) -> bool:
+    head = query.shape[-1]
+    return (
+        query.is_cuda
+        and packed.starts is not None
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and head == value.shape[-1] <= _LARGEST_HEAD
+        and head % 8 == 0
+    )
+
+
+def _attend_on_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return [N, Hq, D]; no padding anywhere."""
+    if packed.separate is not None and window is None:
+        lengths = list(packed.separate)
+        parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
+        with sdpa_kernel(_BY_SPEED, set_priority=True):
+            attended = [_attend_alone(q, k, v, scaling) for q, k, v in parts]
+        return torch.cat(attended, dim=2)[0].transpose(0, 1)
+    assert packed.starts is not None
+    attended = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        packed.starts,
+        packed.starts,
+        packed.longest,
+        packed.longest,
+        scale=scaling,
+        window_size=(-1, 0) if window is None else (window - 1, 0),
+        **_GROUPED,
+    )
+    assert isinstance(attended, Tensor)
+    return attended
+
+
+def _attend_alone(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Return [1, Hq, L, D] of one sequence, padded on the right, where no token looks."""
+    length = query.shape[2]
+    room = (0, 0, 0, -length % _FEW_LENGTHS)
+    query, key, value = (pad(part, room) for part in (query, key, value))
+    attended = scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return attended[:, :, :length]
+
+
+def _attend_in_tables(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return [N, Hq, D] of query [N, Hq, D], key and value [N, Hkv, D], padded in here alone."""
+    queries, keys, values = (_to_tables(part, packed) for part in (query, key, value))
+    outputs = []
+    for number, table in enumerate(packed.tables):
+        k, v = keys[number], values[number]
+        if table.before is not None:
+            prompts, of_row = table.before.table, table.before.of_row
+            k = torch.cat([keys[prompts].index_select(0, of_row), k], dim=1)
+            v = torch.cat([values[prompts].index_select(0, of_row), v], dim=1)
+        outputs.append(_attend_in_rows(queries[number], k, v, table, scaling, window))
+    if packed.padded is None:
+        return outputs[0].flatten(0, 1)
+    assert packed.place is not None
+    return _FromPlaces.apply(torch.cat([part.flatten(0, 1) for part in outputs]), packed.place)  # type: ignore[return-value]
+
+
+def _attend_in_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Table,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return [B, L, Hq, D] of query [B, L, Hq, D], key and value [B, K, Hkv, D]."""
+    mask = table.mask_within(window, query.device)
+    with sdpa_kernel(_BY_SPEED, set_priority=True) if query.is_cuda else nullcontext():
+        return scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[2] != key.shape[2],
+        ).transpose(1, 2)
+
+
+def _to_tables(tokens: Tensor, packed: PackedLayout) -> list[Tensor]:
+    """Return tokens [N, H, D] as one [B, L, H, D] a table."""
+    if packed.padded is None:
+        placed = [tokens]
+    else:
+        everywhere: Tensor = _ToPlaces.apply(tokens, packed.padded, packed.place)  # type: ignore[assignment]
+        placed = everywhere.split([table.rows * table.width for table in packed.tables])
+    return [
+        part.unflatten(0, (table.rows, table.width))
+        for part, table in zip(placed, packed.tables, strict=True)
+    ]
+
+
+class _ToPlaces(torch.autograd.Function):
+    """Copy tokens to their places; what is at a place of padding never has a gradient.
+
+    No sum is needed on the way back, and autograd's own would be slow on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, padded: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        return tokens.index_select(0, padded)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return gradients[0].index_select(0, place), None, None
+
+
+class _FromPlaces(torch.autograd.Function):
+    """Take tokens from their places."""
+
+    @staticmethod
+    def forward(ctx: Any, everywhere: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.num_places = len(everywhere)
+        return everywhere.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (place,), (gradient,) = ctx.saved_tensors, gradients
+        everywhere = gradient.new_zeros(ctx.num_places, *gradient.shape[1:])
+        return everywhere.index_copy_(0, place, gradient), None

@@ -1,0 +1,183 @@
+"""The near end of a vLLM process: starts it, calls it under deadlines, and notices its death."""
+
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from trustbatch.errors import DeadEngineError, EngineError
+from trustbatch.observe.progress import LiveLine
+from trustbatch.rollout.vllm.requests import GOODBYE, HostSettings, SampleRequest, SampleResult
+from trustbatch.utils.processes import kill_group
+from trustbatch.weight_sync.weight_chunks import Chunk
+
+CLOSE_SECONDS = 20.0
+"""for vLLM to end by itself, before it is killed"""
+MESSAGE_SECONDS = 60
+"""for one message to pass through the socket once it has begun"""
+LOG_LINES = 3
+"""last lines of vLLM's log that an error quotes"""
+
+
+class VllmClient:
+    """A vLLM process of its own: same calls as `VllmHost`, each with a deadline."""
+
+    def __init__(
+        self,
+        settings: HostSettings,
+        *,
+        devices: str | None,
+        start_seconds: float,
+        update_seconds: float,
+    ) -> None:
+        self._update_seconds = update_seconds
+        self._log = Path(settings.folder) / "vllm.log"
+        near, far = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            # a process that stops in the middle of a message must not stop this one
+            near.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
+        # vLLM would take a rank of ours for one of its own
+        environment = {key: value for key, value in os.environ.items() if not _of_torchrun(key)}
+        if devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
+        with self._log.open("wb") as log:
+            command = [sys.executable, "-m", "trustbatch.rollout.vllm.server"]
+            self._process = subprocess.Popen(
+                [*command, str(far.fileno()), str(os.getpid()), settings.folder],
+                pass_fds=[far.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        far.close()
+        self._connection = Connection(near.detach())
+        # tells of its death even where others have inherited the far end of the socket
+        self._death = os.pidfd_open(self._process.pid)
+        # also at the end of the interpreter, and where nobody closes the engine
+        self._end = weakref.finalize(self, _end, self._process, self._connection, self._death)
+        line = LiveLine()
+        line.show("Starting vLLM, which takes from half a minute to a few ...")
+        started = time.monotonic()
+        self._call("start", settings, awaited="to start", seconds=start_seconds, key="start")
+        line.show(f"vLLM started in {time.monotonic() - started:.0f} s.", last=True)
+
+    @property
+    def pid(self) -> int:
+        """Process id of vLLM, which is also its process group."""
+        return self._process.pid
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for logs and reports."""
+        return self._call("describe", awaited="to describe itself", seconds=self._update_seconds)
+
+    def generate(self, requests: Sequence[SampleRequest], seconds: float) -> list[SampleResult]:
+        """Draw all completions in the other process."""
+        awaited = f"to draw {len(requests)} completions"
+        # the other side keeps the same deadline, and can say how far it came: let it be first
+        grace = min(5.0, seconds)
+        return self._call(
+            "generate", requests, seconds, awaited=awaited, seconds=seconds + grace, key="generate"
+        )
+
+    def begin_update(self) -> None:
+        """Get ready for new weights."""
+        self._call("begin_update", awaited="to begin a weight update", seconds=self._update_seconds)
+
+    def update(self, chunk: Chunk) -> None:
+        """Take over some of the weights."""
+        self._call("update", chunk, awaited="to load weights", seconds=self._update_seconds)
+
+    def finish_update(self) -> None:
+        """Make the new weights the ones that are sampled from."""
+        self._call(
+            "finish_update", awaited="to finish a weight update", seconds=self._update_seconds
+        )
+
+    def sleep(self) -> None:
+        """Give back the GPU's memory."""
+        self._call("sleep", awaited="to fall asleep", seconds=self._update_seconds)
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._call("wake", awaited="to wake up", seconds=self._update_seconds)
+
+    def close(self) -> None:
+        """Let vLLM end by itself, then end whatever is left of its process group."""
+        self._end()
+
+    def _call(
+        self, method: str, *values: Any, awaited: str, seconds: float, key: str = "update"
+    ) -> Any:
+        """Ask for one thing and wait for its answer, for the process's death or the deadline."""
+        if not self._end.alive:
+            raise DeadEngineError(
+                f"vLLM can't be asked {awaited}, since it has ended: start the run again."
+            )
+        try:
+            self._connection.send((method, values))
+            if not wait([self._connection, self._death], timeout=seconds):
+                raise self._failure(
+                    # one that is slow to start would be as slow in another's place
+                    EngineError if key == "start" else DeadEngineError,
+                    f"vLLM was given {seconds:g} seconds {awaited} and has not answered: raise "
+                    f"rollout.vllm.{key}_seconds if it was busy",
+                )
+            if not self._connection.poll():
+                raise self._failure(DeadEngineError, self._obituary(awaited))
+            kind, result = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._failure(DeadEngineError, self._obituary(awaited)) from error
+        if kind == "refused":
+            raise EngineError(result)
+        if kind != "done":
+            dead = DeadEngineError if kind == "died" else EngineError
+            raise self._failure(dead, f"vLLM failed when it was asked {awaited}: {result}")
+        return result
+
+    def _obituary(self, awaited: str) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=CLOSE_SECONDS)
+        return (
+            f"The vLLM process ended (exit status {self._process.returncode}) when it was asked "
+            f"{awaited}: see why in its log; a run that ends with it is continued by the same "
+            "command"
+        )
+
+    def _failure(self, kind: type[EngineError], sentence: str) -> EngineError:
+        """Kill the process, keep its log, and return an error that quotes the end of it."""
+        kill_group(self.pid)
+        self._end()
+        kept = Path(tempfile.gettempdir()) / f"trustbatch-vllm-{self.pid}.log"
+        shutil.copyfile(self._log, kept)
+        lines = kept.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
+        quoted = " / ".join(line.strip() for line in lines)
+        return kind(f"{sentence} (log in {kept}{', ends with: ' if quoted else ''}{quoted}).")
+
+
+def _of_torchrun(key: str) -> bool:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return key in names or key.startswith(("GROUP_", "ROLE_", "TORCHELASTIC_"))
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection, death: int) -> None:
+    """Say goodbye, wait for a while, and kill the process group with all its workers."""
+    with contextlib.suppress(OSError):  # it may be gone already
+        connection.send((GOODBYE, ()))
+    connection.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=CLOSE_SECONDS)
+    kill_group(process.pid)
+    process.wait()
+    os.close(death)

@@ -1,0 +1,313 @@
+"""The vLLM engine: completions for the trainer, from vLLM in this process or in one of its own.
+
+vLLM starts with an empty model of the policy's shape. All weights, the first ones too, come through
+its weight-transfer API in the precision that the engine computes in, so that version 0 takes the
+same way as every later one, whether the model came from the hub, a folder or a checkpoint.
+"""
+
+import copy
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from trustbatch.config import VllmConfig
+from trustbatch.errors import ConfigError, EngineError
+from trustbatch.models.policy import Policy
+from trustbatch.rollout.sampling import sample_key
+from trustbatch.rollout.vllm.client import VllmClient
+from trustbatch.rollout.vllm.requests import Host, HostSettings, SampleRequest, SampleResult
+from trustbatch.types import Completion, GenerationRequest, Provenance, SamplingParams
+from trustbatch.weight_sync.weight_chunks import (
+    DirectSender,
+    IpcSender,
+    ParcelSender,
+    SharedMemorySender,
+)
+
+GIB = 2**30
+SEED_BITS = 2**63 - 1
+"""vLLM's seeds are not negative"""
+
+
+def require_vllm() -> None:
+    """Refuse to go on where vLLM is not installed."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            'rollout.engine = "vllm" needs vLLM, which is not installed: run '
+            "pip install 'trustbatch[vllm]', or choose another engine."
+        )
+
+
+class VllmEngine:
+    """Draws from vLLM, whose weights are copies of the policy's, one version after the other."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: VllmConfig,
+        *,
+        seed: int,
+        version: int = 0,
+        precision: str = "auto",
+        max_sequences: int = 512,
+        top_logprobs: int = 0,
+        logprob_mode: str = "processed",
+        anchor_temperature: float | None = None,
+        trust_remote_code: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        """Start vLLM, with the weights of the policy.
+
+        With an `anchor_temperature` it can record the policy's log-probs at that temperature beside
+        those of what it draws from. `device` is where vLLM computes, if the policy that it copies
+        lies elsewhere.
+        """
+        require_vllm()
+        self.policy = policy
+        self.on_gpu = (device or policy.device).type == "cuda"
+        self.config = config
+        self.seed = seed
+        self.precision = policy.precision if precision == "auto" else precision
+        # FP8 is made from the bfloat16 values that the trainer's products use
+        self.dtype_name = "bfloat16" if self.precision == "fp8" else self.precision
+        self.logprob_mode = logprob_mode
+        self.anchor_temperature = anchor_temperature
+        self.trust_remote_code = trust_remote_code
+        self.max_model_len = min(
+            config.max_model_len or policy.context_length, policy.context_length
+        )
+        self._refuse_impossible()
+        self._host: Host | None = None
+        self._trouble = "has not taken over any weights"
+        self._is_asleep = False
+        self._sender = self._build_sender()
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="trustbatch-vllm-", ignore_cleanup_errors=True
+        )
+        try:
+            self._host = self._start(max_sequences, top_logprobs)
+            self.load_weights(policy.named_weights(), version)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next completions are drawn from."""
+        return self._version
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Draw all samples; those of a prompt share its keys and values in vLLM's prefix cache."""
+        host = self._healthy_host()
+        if self._is_asleep:
+            raise EngineError("vLLM is asleep and can't draw completions: call wake() before.")
+        for request in requests:
+            self._refuse_unfit(request)
+        slots = [(request, sample) for request in requests for sample in request.samples]
+        asked = [self._ask(request, sample) for request, sample in slots]
+        results = host.generate(asked, self.config.generate_seconds)
+        texts = self.policy.decode([result.token_ids.tolist() for result in results])
+        return [
+            self._completion(request, sample, result, text)
+            for (request, sample), result, text in zip(slots, results, texts, strict=True)
+        ]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy the policy's parameters into vLLM; the version changes when all are there."""
+        host = self._running_host()
+        # packing comes first: where there is no room for it, the old version stays in use
+        chunks = self._sender.chunks(weights)
+        self._trouble = f"holds only a part of version {version}"
+        host.begin_update()
+        for chunk in chunks:
+            host.update(chunk)
+        host.finish_update()
+        self._trouble = ""
+        self._version = version
+
+    def sleep(self) -> None:
+        """Give back the GPU's memory where `rollout.vllm.sleep` asks for it."""
+        if self.config.sleep and not self._is_asleep:
+            self._healthy_host().sleep()
+            self._is_asleep = True
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        if self._is_asleep:
+            self._healthy_host().wake()
+            self._is_asleep = False
+
+    def close(self) -> None:
+        """End vLLM and remove its files."""
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+        self._sender.close()
+        self._folder.cleanup()
+
+    def _start(self, max_sequences: int, top_logprobs: int) -> Host:
+        config = self.config
+        self._save_model_config()
+        settings = HostSettings(
+            # on a CPU it would compete for the cores; where vLLM has workers it has one anyway
+            separate_core=config.mode == "server" and (self.on_gpu or config.tensor_parallel > 1),
+            folder=self._folder.name,
+            dtype_name=self.dtype_name,
+            quantization="fp8" if self.precision == "fp8" else None,
+            logprob_mode=self.logprob_mode,
+            top_logprobs=self._num_top(top_logprobs),
+            anchor_temperature=self.anchor_temperature,
+            max_model_len=self.max_model_len,
+            max_sequences=max_sequences,
+            tensor_parallel=config.tensor_parallel,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            kv_cache_bytes=None if config.kv_cache_gib is None else int(config.kv_cache_gib * GIB),
+            enforce_eager=config.enforce_eager,
+            sleep=config.sleep,
+            trust_remote_code=self.trust_remote_code,
+        )
+        if config.mode == "server":
+            return VllmClient(
+                settings,
+                devices=config.devices,
+                start_seconds=config.start_seconds,
+                update_seconds=config.update_seconds,
+            )
+        # here, so that a server's client never loads vLLM
+        from trustbatch.rollout.vllm.host import VllmHost
+
+        return VllmHost(settings)
+
+    def _save_model_config(self) -> None:
+        """Write what vLLM builds the model from; one made in memory does not say what it is."""
+        model_config = copy.deepcopy(self.policy.model.config)
+        model_config.architectures = [type(self.policy.model).__name__]
+        model_config.save_pretrained(self._folder.name)
+
+    def _build_sender(self) -> ParcelSender:
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        if self.weight_transfer == "direct":
+            return DirectSender(dtype)
+        if self.weight_transfer == "ipc":
+            return IpcSender(dtype)
+        return SharedMemorySender(dtype, self.config.transfer_folder)
+
+    @property
+    def weight_transfer(self) -> str:
+        """How weights reach vLLM; "auto" takes the shortest way that there is."""
+        if self.config.weight_transfer != "auto":
+            return self.config.weight_transfer
+        if self.config.mode == "in_process":
+            return "direct"
+        sees_trainer = self.policy.device.type == "cuda" and self.config.devices is None
+        return "ipc" if sees_trainer else "shared_memory"
+
+    def _healthy_host(self) -> Host:
+        if self._trouble:
+            raise EngineError(f"vLLM {self._trouble}, so it can't be used: start the run again.")
+        return self._running_host()
+
+    def _running_host(self) -> Host:
+        if self._host is None:
+            raise EngineError("vLLM is closed, so it can't be used: start the run again.")
+        return self._host
+
+    def _refuse_impossible(self) -> None:
+        if self.precision == "fp8" and not self.on_gpu:
+            raise ConfigError(
+                'rollout.precision = "fp8" needs a GPU in vLLM: remove it, or set '
+                'rollout.engine = "native", which emulates it on a CPU.'
+            )
+        if self.weight_transfer == "ipc" and self.policy.device.type == "cpu":
+            raise ConfigError(
+                'rollout.vllm.weight_transfer = "ipc" needs a policy on a GPU: set it to '
+                '"shared_memory".'
+            )
+
+    @property
+    def _can_be_raised(self) -> bool:
+        return self.max_model_len < self.policy.context_length
+
+    def _refuse_unfit(self, request: GenerationRequest) -> None:
+        """Refuse what vLLM would cut off, or answer with other log-probs than were asked for."""
+        num_tokens = len(request.token_ids) + request.sampling.max_tokens
+        if num_tokens > self.max_model_len:
+            raise EngineError(
+                f"Prompt {request.prompt_id!r} has {len(request.token_ids)} tokens, which with "
+                f"max_tokens = {request.sampling.max_tokens} is more than the engine's context of "
+                f"{self.max_model_len}: lower max_tokens"
+                + (", raise rollout.vllm.max_model_len," if self._can_be_raised else "")
+                + " or leave out long prompts."
+            )
+        wanted = request.sampling.anchor_temperature if request.sampling.records_anchor else None
+        if wanted not in (None, self.anchor_temperature):
+            raise EngineError(
+                f"The request wants the model's log-probs at T = {wanted:g} beside those drawn "
+                "from, for which vLLM was not started: start VllmEngine with anchor_temperature = "
+                f"{wanted:g}."
+            )
+        if request.sampling.logprob_mode != self.logprob_mode:
+            raise EngineError(
+                f"vLLM was started for {self.logprob_mode} log-probs, but the request wants "
+                f"{request.sampling.logprob_mode} ones: set rollout.logprob_mode."
+            )
+
+    def _ask(self, request: GenerationRequest, sample: int) -> SampleRequest:
+        key = sample_key(self.seed, self._version, request.prompt_id, sample, request.turn)
+        num_top = self._num_top(request.sampling.top_logprobs)
+        return SampleRequest(
+            token_ids=request.token_ids,
+            seed=key & SEED_BITS,
+            sampling=replace(request.sampling, top_logprobs=num_top),
+        )
+
+    def _num_top(self, top_logprobs: int) -> int:
+        """A small vocabulary has no more tokens than it has."""
+        return min(top_logprobs, self.policy.model.config.get_text_config().vocab_size)
+
+    def _completion(
+        self, request: GenerationRequest, sample: int, result: SampleResult, text: str
+    ) -> Completion:
+        sampling = request.sampling
+        logp, top_logp = torch.from_numpy(result.logp), torch.from_numpy(result.top_logp)
+        if sampling.temperature == 0 and sampling.logprob_mode == "processed":
+            # vLLM reports the distribution at temperature 1; the one drawn from has one token
+            logp = torch.zeros_like(logp)
+            top_logp = torch.full_like(top_logp, -torch.inf)
+            top_logp[:, :1] = 0.0
+        has_top = sampling.top_logprobs > 0
+        anchor_logp, anchor_top_logp = None, None
+        if sampling.records_anchor:
+            assert result.anchor_logp is not None
+            assert result.anchor_top_logp is not None
+            anchor_logp = torch.from_numpy(result.anchor_logp)
+            anchor_top_logp = torch.from_numpy(result.anchor_top_logp) if has_top else None
+        return Completion(
+            prompt_id=request.prompt_id,
+            sample=sample,
+            token_ids=torch.from_numpy(result.token_ids),
+            behavior_logp=logp,
+            top_token_ids=torch.from_numpy(result.top_token_ids) if has_top else None,
+            behavior_top_logp=top_logp if has_top else None,
+            anchor_logp=anchor_logp,
+            anchor_top_logp=anchor_top_logp,
+            finish_reason=result.finish_reason,
+            provenance=self._provenance(sampling),
+            text=text,
+        )
+
+    def _provenance(self, sampling: SamplingParams) -> Provenance:
+        return Provenance(
+            policy=self.policy.name,
+            version=self._version,
+            engine="vllm",
+            precision=self.precision,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            logprob_mode=sampling.logprob_mode,
+        )

@@ -1,0 +1,1 @@
+"""Helpers without a topic of their own: ranks, terminal, files, processes."""

@@ -1,0 +1,1 @@
+"""How new weights travel to an engine."""
