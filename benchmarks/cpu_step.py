@@ -51,7 +51,7 @@ LEVEL = 2
 PROMPT_TOKENS = 6
 SMALL_VOCABULARY = 4096
 NEVER = "<never>"
-"""the end-of-sequence token: its id is one past the model's last logit, so it is never drawn"""
+"""the end-of-sequence token: its id is one past the model's last logit, so it is never sampled"""
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, GRADIENT_CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0
 
@@ -397,7 +397,7 @@ def check_same_work(framework: str, work: Workload, result: Mapping[str, Any]) -
     lengths, threads = result["completion_tokens"], result["torch"]["threads"]
     if lengths != [work.max_tokens] or len(result["steps"]) != work.steps:
         raise SystemExit(
-            f"{framework} drew completions of {lengths} tokens in {len(result['steps'])} timed "
+            f"{framework} sampled completions of {lengths} tokens in {len(result['steps'])} timed "
             f"steps, not {work.max_tokens} tokens in {work.steps} steps."
         )
     if threads != work.threads:

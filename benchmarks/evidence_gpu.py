@@ -83,16 +83,16 @@ def main() -> None:
     for _ in range(args.parallel):
         queue.put(None)
     deadline = time.time() + 60 * args.minutes
-    crew = [
+    pool = [
         context.Process(target=work, args=(queue, lock, args, deadline, args.commit or commit()))
         for _ in range(args.parallel)
     ]
-    for process in crew:
+    for process in pool:
         process.start()
         time.sleep(1.0)
-    for process in crew:
+    for process in pool:
         process.join(max(deadline - time.time(), 0.0))
-    for process in crew:
+    for process in pool:
         if process.is_alive():
             process.kill()
     names = {line["name"] for line in read_lines(args.out)}

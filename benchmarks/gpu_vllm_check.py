@@ -100,16 +100,16 @@ def requests(
 def mismatch(
     policy: Policy,
     asked: list[GenerationRequest],
-    drawn: list[Completion],
+    sampled: list[Completion],
     *,
     precision: str,
     anchor: bool = False,
 ) -> dict[str, float]:
     """Compare recorded log-probs with this process's recomputation of the same distribution."""
     policy.precision, before = precision, policy.precision
-    per_prompt = len(drawn) // len(asked)
+    per_prompt = len(sampled) // len(asked)
     differences: list[Tensor] = []
-    for number, completion in enumerate(drawn):
+    for number, completion in enumerate(sampled):
         request = asked[number // per_prompt]
         ids = torch.tensor([[*request.token_ids, *completion.token_ids.tolist()]])
         logits = policy.logits(ids.to(policy.device), num_last=len(completion.token_ids) + 1)
@@ -160,15 +160,17 @@ def start(policy: Policy, report: Report, **options: Any) -> VllmEngine:
 
 
 def check_mismatch(engine: VllmEngine, report: Report) -> None:
-    """Compare log-probs at several sampling settings, and two draws with the same seeds."""
+    """Compare log-probs at several sampling settings, and two samples with the same seeds."""
     for options in ({}, {"temperature": 0.6}, {"temperature": 1.2, "top_p": 0.9, "top_k": 50}):
         asked = requests(engine.policy, prompts=16, samples=2, tokens=64, **options)
-        drawn = engine.generate(asked)
+        sampled = engine.generate(asked)
         again = engine.generate(asked)
-        same = sum(torch.equal(a.token_ids, b.token_ids) for a, b in zip(drawn, again, strict=True))
-        report.write("repeatability", sampling=options, same=same, of=len(drawn))
+        same = sum(
+            torch.equal(a.token_ids, b.token_ids) for a, b in zip(sampled, again, strict=True)
+        )
+        report.write("repeatability", sampling=options, same=same, of=len(sampled))
         for precision in dict.fromkeys(("float32", engine.policy.precision)):
-            result = mismatch(engine.policy, asked, drawn, precision=precision)
+            result = mismatch(engine.policy, asked, sampled, precision=precision)
             report.write("mismatch", sampling=options, **result)
 
 
@@ -198,7 +200,7 @@ def check_update(engine: VllmEngine, report: Report, how: str) -> None:
 
 
 def check_sleep(engine: VllmEngine, report: Report) -> None:
-    """Memory given back, an update of a sleeping engine, and the same draws as before."""
+    """Memory given back, an update of a sleeping engine, and the same samples as before."""
     asked = requests(engine.policy, prompts=16, samples=1, tokens=32)
     before = engine.generate(asked)
     awake = free_gib()
@@ -258,9 +260,9 @@ def case_anchor(policy: Policy, report: Report) -> None:
         asked = requests(
             policy, prompts=16, samples=2, tokens=64, anchor_temperature=1.0, **options
         )
-        drawn = engine.generate(asked)
+        sampled = engine.generate(asked)
         for anchor in (False, True):
-            result = mismatch(policy, asked, drawn, precision=policy.precision, anchor=anchor)
+            result = mismatch(policy, asked, sampled, precision=policy.precision, anchor=anchor)
             report.write("mismatch", sampling=options, anchor=anchor, **result)
     engine.close()
 
@@ -289,9 +291,9 @@ def throughput(policy: Policy, report: Report, **options: Any) -> None:
     engine.generate(requests(policy, prompts=64, samples=1, tokens=16, top_logprobs=16, **how))
     for num_top in (0, 16) if ON_GPU else (0, 16, 0, 16):
         begun = time.perf_counter()
-        drawn = engine.generate(requests(policy, **shape, top_logprobs=num_top, **how))
+        sampled = engine.generate(requests(policy, **shape, top_logprobs=num_top, **how))
         seconds = time.perf_counter() - begun
-        tokens = sum(len(completion.token_ids) for completion in drawn)
+        tokens = sum(len(completion.token_ids) for completion in sampled)
         report.write(
             "throughput",
             mode=engine.config.mode,

@@ -18,17 +18,17 @@ from trustbatch.rewards.terms import MathTerm, PooledTerms
 from trustbatch.types import GradeStatus, Prompt
 
 
-def whole_number(draw: random.Random) -> tuple[str, str]:
+def whole_number(rng: random.Random) -> tuple[str, str]:
     """An answer such as 204, given as a whole number."""
-    number = draw.randrange(1000)
-    return str(number), str(number + draw.randrange(2))
+    number = rng.randrange(1000)
+    return str(number), str(number + rng.randrange(2))
 
 
-def mixed(draw: random.Random) -> tuple[str, str]:
+def mixed(rng: random.Random) -> tuple[str, str]:
     """Answers of all kinds, given in another form."""
-    a, b = draw.randrange(2, 40), draw.randrange(2, 40)
-    wrong = draw.randrange(2)
-    return draw.choice(
+    a, b = rng.randrange(2, 40), rng.randrange(2, 40)
+    wrong = rng.randrange(2)
+    return rng.choice(
         [
             (str(a), str(a + wrong)),
             (rf"\frac{{{a}}}{{{b}}}", rf"\frac{{{2 * a}}}{{{2 * b + wrong}}}"),
@@ -42,11 +42,11 @@ def mixed(draw: random.Random) -> tuple[str, str]:
 
 def samples_of(kind: Callable[[random.Random], tuple[str, str]], count: int) -> list[Sample]:
     """Completions of a few lines, the answer in a box."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     thought = "First we write down what is given, and then we look at what follows from it. " * 8
     found = []
     for number in range(count):
-        answer, given = kind(draw)
+        answer, given = kind(rng)
         prompt = Prompt(id=str(number), text="What is it?", answer=answer)
         text = f"{thought}\nSo the answer is $\\boxed{{{given}}}$."
         found.append(Sample(prompt=prompt, completion=text, num_tokens=200))

@@ -4,7 +4,7 @@
 
 Models of Qwen3's shapes with random weights, whose completions never end by themselves. Each case
 is a process of its own that runs steps of the synchronous loop. What is measured are the peaks of
-torch's allocator in the last step, while completions are drawn and while the policy is trained;
+torch's allocator in the last step, while completions are sampled and while the policy is trained;
 what is estimated is what `trustbatch train --dry-run` says. GRPO is the objective, since it makes
 no use of memory that happens to be free. Results are JSON lines in
 benchmarks/results/memory_gpu.jsonl. Without a GPU the steps are run and nothing is measured.

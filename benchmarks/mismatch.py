@@ -27,7 +27,7 @@ class RoundedEngine(NativeEngine):
         self.precision = precision
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Draw in that precision."""
+        """Sample in that precision."""
         with in_precision(self.policy, self.precision):
             return super().generate(requests)
 

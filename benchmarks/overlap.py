@@ -2,7 +2,7 @@
 
     python benchmarks/overlap.py [--seconds 1.0] [--engines 1] [--lag 1]
 
-Both loops train a tiny model on the CPU; every batch takes at least --seconds to draw and as long
+Both loops train a tiny model on the CPU; every batch takes at least --seconds to sample and as long
 to train on (pacing.py: sleeping, so the machine's cores hardly matter). The synchronous step is
 their sum; the aim for the asynchronous one is at most 0.6 of that.
 """
@@ -45,7 +45,7 @@ def main() -> None:
     """Run the synchronous loop, then the asynchronous one, and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="to draw, and to train on, a batch"
+        "--seconds", type=float, default=1.0, help="to sample, and to train on, a batch"
     )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--engines", type=int, default=1)

@@ -1,6 +1,6 @@
-"""Runs whose batches take a given time: the real loops, with waiting added to drawing and training.
+"""Runs whose batches take a given time: the real loops, with waiting added to sampling and training.
 
-Drawing and training on a tiny model take milliseconds. Here each lasts at least as long as it is
+Sampling and training on a tiny model take milliseconds. Here each lasts at least as long as it is
 told, by sleeping, so that what is measured is how a loop arranges the two, and not what else a
 small machine does.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from trustbatch.api import train_config
 from trustbatch.config import parse_config
-from trustbatch.loops import draw
+from trustbatch.loops import generate as batches
 from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.training.trainer import Trainer
 
@@ -36,22 +36,22 @@ class Paced:
 
 @contextmanager
 def paced_loops(generate: Sequence[float], train: Sequence[float]) -> Iterator[None]:
-    """Let one run draw batch b in generate[b - 1] seconds at least, and train in train[b - 1].
+    """Let one run sample batch b in generate[b - 1] seconds at least, and train in train[b - 1].
 
-    Both loops draw by `collect` and train by `Trainer.train`. If one of them did not, nothing would
-    be paced and figures would be wrong, so that is an error.
+    Both loops sample by `collect` and train by `Trainer.train`. If one of them did not, nothing
+    would be paced and figures would be wrong, so that is an error.
     """
-    collect, trains = draw.collect, Trainer.train
-    drawing, training = Paced(collect, generate), Paced(trains, train)
-    draw.collect = drawing
+    collect, trains = batches.collect, Trainer.train
+    sampling, training = Paced(collect, generate), Paced(trains, train)
+    batches.collect = sampling
     Trainer.train = lambda *args, **kwargs: training(*args, **kwargs)
     try:
         yield
     finally:
-        draw.collect, Trainer.train = collect, trains
-    if not drawing.num_calls == training.num_calls > 0:
+        batches.collect, Trainer.train = collect, trains
+    if not sampling.num_calls == training.num_calls > 0:
         raise RuntimeError(
-            f"{drawing.num_calls} batches were drawn and {training.num_calls} trained on at the "
+            f"{sampling.num_calls} batches were sampled and {training.num_calls} trained on at the "
             "given pace: make pacing.py wrap what the loops call by now."
         )
 

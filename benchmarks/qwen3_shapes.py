@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 PAD, UNKNOWN, NEVER = "<pad>", "<unknown>", "<never>"
-"""NEVER is the end of a sequence: its id is one past the model's last logit, so none draws it"""
+"""NEVER is the end of a sequence: its id is one past the model's last logit, so none samples it"""
 FIRST_CHARACTER = 0x20000
 """code points from here on are one token each; they are valid, named or not"""
 

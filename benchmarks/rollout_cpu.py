@@ -1,4 +1,4 @@
-"""Seconds to draw 64 completions of 64 tokens on a CPU: native engine, transformers and vLLM.
+"""Seconds to sample 64 completions of 64 tokens on a CPU: native engine, transformers and vLLM.
 
     python benchmarks/rollout_cpu.py [--engines native,transformers,vllm] [--model smollm2]
 
@@ -65,7 +65,7 @@ class Native:
         ]
 
     def generate(self) -> int:
-        """Return the number of tokens drawn."""
+        """Return the number of tokens sampled."""
         return sum(len(completion.token_ids) for completion in self.engine.generate(self.requests))
 
 
@@ -83,7 +83,7 @@ class Transformers:
         self.inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
 
     def generate(self) -> int:
-        """Return the number of tokens drawn."""
+        """Return the number of tokens sampled."""
         with self.torch.no_grad():
             output = self.model.generate(
                 **self.inputs,
@@ -137,7 +137,7 @@ class Vllm:
         ]
 
     def generate(self) -> int:
-        """Return the number of tokens drawn; the prefixes of the last call are forgotten."""
+        """Return the number of tokens sampled; the prefixes of the last call are forgotten."""
         self.model.reset_prefix_cache()
         results = self.model.generate(self.prompts, self.sampling, use_tqdm=False)
         return sum(len(sample.token_ids) for result in results for sample in result.outputs)

@@ -83,9 +83,9 @@ def run_native(engine: str, folder: Path, requests: int, tokens: int, profile: b
 
     def generate() -> float:
         start = time.perf_counter()
-        drawn = native.generate(asked)
+        sampled = native.generate(asked)
         seconds = time.perf_counter() - start
-        assert sum(len(completion.token_ids) for completion in drawn) == requests * tokens
+        assert sum(len(completion.token_ids) for completion in sampled) == requests * tokens
         return seconds
 
     seconds = [generate() for _ in range(3)]
@@ -128,9 +128,9 @@ def run_vllm(engine: str, folder: Path, requests: int, tokens: int, profile: boo
 
     def generate() -> float:
         start = time.perf_counter()
-        drawn = model.generate(asked, sampling, use_tqdm=False)
+        sampled = model.generate(asked, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
-        assert sum(len(result.outputs[0].token_ids) for result in drawn) == requests * tokens
+        assert sum(len(result.outputs[0].token_ids) for result in sampled) == requests * tokens
         return seconds
 
     return {"seconds": [generate() for _ in range(3)]}

@@ -33,12 +33,12 @@ DOCS = Path(__file__).parent.parent / "docs"
 GPUS = (8, 32, 128, 512, 1024)
 LAGS = (0, 1, 2, 4)
 EIGHTHS = (1, 2, 3, 4, 5, 6, 7)
-"""shares of the GPUs that draw, in eighths, among which the best split is looked for"""
+"""shares of the GPUs that sample, in eighths, among which the best split is looked for"""
 COMPLETIONS_PER_GPU = 64
 """the paper's 512 completions a step on 8 GPUs"""
 STEPS, SKIP = 18, 6
 SPARE = 6
-"""batches beyond the last step, so that the drawer does not run dry"""
+"""batches beyond the last step, so that the producer does not run dry"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def trainers(self) -> int:
-        """GPUs that do not draw."""
+        """GPUs that do not sample."""
         return self.gpus - self.engines
 
     @property
@@ -92,7 +92,7 @@ class Simulator:
         """Run the asynchronous loop on engines and trainers of their own."""
         costs = setting.workload.costs
         line = simulate_pipeline(
-            self._drawn(setting, setting.engines, setting.trainers),
+            self._sampled(setting, setting.engines, setting.trainers),
             engines=setting.engines,
             lag=setting.lag,
             steps=STEPS,
@@ -103,9 +103,9 @@ class Simulator:
         return self._told(Outcome(setting, steady(line, skip=SKIP)))
 
     def colocated(self, setting: Setting) -> Outcome:
-        """Run the synchronous loop: all GPUs draw, then all train; weights are where they are."""
+        """Run the synchronous loop: all GPUs sample, then all train; weights are where they are."""
         line = simulate_synchronous(
-            self._drawn(setting, setting.gpus, setting.gpus),
+            self._sampled(setting, setting.gpus, setting.gpus),
             engines=setting.gpus,
             lag=0,
             steps=STEPS,
@@ -117,7 +117,7 @@ class Simulator:
     def streaming(self, setting: Setting, *, first_finished: bool) -> Outcome:
         """Run engines that are never drained, with in-flight weight updates."""
         workload, count = setting.workload, setting.batch_groups
-        groups = workload.draw(
+        groups = workload.sample(
             np.random.default_rng(self.seed), count * (STEPS + setting.lag + SPARE)
         )
         result = simulate_streaming(
@@ -134,7 +134,7 @@ class Simulator:
         )
         return self._told(Outcome(setting, result))
 
-    def _drawn(self, setting: Setting, engines: int, trainers: int) -> list[Batch]:
+    def _sampled(self, setting: Setting, engines: int, trainers: int) -> list[Batch]:
         key = (id(setting.workload), engines, trainers, setting.completions)
         key = (*key, setting.chunks_per_engine)
         if key != self._key:
@@ -164,7 +164,7 @@ class Simulator:
 
 
 def engines_of(gpus: int, eighths: int) -> int:
-    """Return how many of the GPUs draw."""
+    """Return how many of the GPUs sample."""
     return gpus * eighths // 8
 
 
@@ -366,10 +366,10 @@ def short_table(found: dict[str, list[Outcome]], gpus: Sequence[int]) -> str:
 
 
 def chart(found: dict[str, list[Outcome]], gpus: Sequence[int], caption: str) -> str:
-    """Draw throughput and trainer idle share over the number of GPUs."""
+    """Sample throughput and trainer idle share over the number of GPUs."""
     names = {
         "colocated": "synchronous, all GPUs",
-        "6/2 lag 1": "asynchronous as built, lag 1, a quarter of the GPUs draws",
+        "6/2 lag 1": "asynchronous as built, lag 1, a quarter of the GPUs samples",
         "best lag 1": "asynchronous as built, lag 1, best split (more lag: the same)",
         "several lag 1": "several batches in flight, lag 1, best split",
         "several lag 2": "several batches in flight, lag 2, best split",

@@ -62,10 +62,10 @@ def measured_steps(metrics: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
 def simulated_run(
     *, generate: Sequence[float], train: Sequence[float], lag: int, asynchronous: bool
 ) -> list[StepTimes]:
-    """Simulate a run whose batch b takes generate[b - 1] to draw and train[b - 1] to train on."""
+    """Simulate a run whose batch b takes generate[b - 1] to sample and train[b - 1] to train on."""
     batches = [
-        Batch(chunks=[Chunk.of(np.array([drawing]))], train=training)
-        for drawing, training in zip(generate, train, strict=True)
+        Batch(chunks=[Chunk.of(np.array([generating]))], train=training)
+        for generating, training in zip(generate, train, strict=True)
     ]
     simulate = simulate_pipeline if asynchronous else simulate_synchronous
     line = simulate(batches, engines=1, lag=lag, steps=len(batches), publish=0.0, load=0.0)
@@ -84,7 +84,7 @@ def compare_steps(
 
     Args:
         metrics: the lines of a run's metrics.jsonl (`trustbatch.observe.run_folder.read_metrics`).
-        generate: seconds to draw each batch.
+        generate: seconds to sample each batch.
         train: seconds to train on each batch, weights handed over included.
         lag: `cluster.max_lag`, or `rollout.lag` of a synchronous run.
         asynchronous: which loop it was.
@@ -129,13 +129,13 @@ def check_engine(model: str, *, rounds: int = 3) -> None:
             )
             for number in range(rows)
         ]
-        drawn = engine.generate(requests)  # the first time, the cache grows to its size
+        sampled = engine.generate(requests)  # the first time, the cache grows to its size
         seconds = []
         for _ in range(rounds):
             start = time.process_time()
             engine.generate(requests)
             seconds.append(time.process_time() - start)
-        return min(seconds), [len(completion.token_ids) for completion in drawn]
+        return min(seconds), [len(completion.token_ids) for completion in sampled]
 
     # seconds = steps * step + rows * steps * row + (context read) * cached
     equations, seconds = [], []
@@ -152,12 +152,12 @@ def check_engine(model: str, *, rounds: int = 3) -> None:
         f"cached token; the fit is off by {np.abs(relative @ solved - 1).max():.0%} at most"
     )
     for rows in (32, 64):
-        measured, drawn = measure(rows, 110, stops=True)
+        measured, sampled = measure(rows, 110, stops=True)
         simulated = float(
-            chunk_ends(costs, np.array(drawn)[None, :, None], prompt=len(prompt)).max()
+            chunk_ends(costs, np.array(sampled)[None, :, None], prompt=len(prompt)).max()
         )
         print(
-            f"{rows} rows of {min(drawn)} to {max(drawn)} tokens, mean {np.mean(drawn):.0f}: "
+            f"{rows} rows of {min(sampled)} to {max(sampled)} tokens, mean {np.mean(sampled):.0f}: "
             f"measured {measured:.3f} s, simulated {simulated:.3f} s, "
             f"ratio {simulated / measured:.3f}"
         )
@@ -169,7 +169,9 @@ def check_synchronous(model: str, scratch: Path, *, steps: int = 10) -> None:
     base = run_tiny(model, scratch / "lag-0", **sizes)
     generate = statistics.median(float(line["time/generate_seconds"]) for line in base[1:])
     train = statistics.median(float(line["time/train_seconds"]) for line in base[1:])
-    print(f"\nsync: a batch takes {generate:.3f} s to draw and {train:.3f} s to train on at lag 0")
+    print(
+        f"\nsync: a batch takes {generate:.3f} s to sample and {train:.3f} s to train on at lag 0"
+    )
     for lag in (1, 2):
         metrics = run_tiny(model, scratch / f"lag-{lag}", **sizes, rollout={"lag": lag})
         pairs = compare_steps(
@@ -188,8 +190,8 @@ def check_paced(
     """Predict paced runs whose batches all have different costs."""
     generator = np.random.default_rng(0)
     loop = "asynchronous" if asynchronous else "synchronous"
-    for name, drawing, training in [("drawing", 0.8, 0.4), ("training", 0.4, 0.8)]:
-        generate = (drawing * generator.uniform(0.5, 1.5, steps)).tolist()
+    for name, generating, training in [("sampling", 0.8, 0.4), ("training", 0.4, 0.8)]:
+        generate = (generating * generator.uniform(0.5, 1.5, steps)).tolist()
         train = (training * generator.uniform(0.5, 1.5, steps)).tolist()
         for lag in lags:
             tables: dict[str, Any] = {"rollout": {"lag": lag}}

@@ -127,7 +127,7 @@ def engine_costs(shape: ModelShape, *, seats: int) -> EngineCosts:
 
     Weights are read at the memory's speed. What the products of 512 rows took beyond that is the
     rows' arithmetic, and goes with the parameters. What is left of the measured step (norms,
-    rotations, draws, the host) is charged to every step and goes with the number of layers.
+    rotations, samples, the host) is charged to every step and goes with the number of layers.
     """
     base = QWEN3_06B
     measured = NATIVE_ROWS / NATIVE_TOKENS_PER_SECOND

@@ -45,17 +45,17 @@ class Timeline:
 
     engines: int
     lag_bound: int
-    drawn_from: list[float] = field(default_factory=list)
-    drawn: list[float] = field(default_factory=list)
+    sampled_from: list[float] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """version that drew the batch"""
+    """version that sampled the batch"""
     taken: list[float] = field(default_factory=list)
     """when the trainer took the batch"""
     published: list[float] = field(default_factory=list)
     """when the version made of the batch was out"""
     most_pending: int = 0
-    """most batches that were drawn and not yet taken, or being drawn, at any time"""
-    mostly_drawn: list[float] = field(default_factory=list)
+    """most batches that were sampled and not yet taken, or being sampled, at any time"""
+    mostly_sampled: list[float] = field(default_factory=list)
     """when 90% of the batch's completions had ended"""
     engine_work: list[tuple[float, float]] = field(default_factory=list)
     """from and to of everything that an engine did"""
@@ -73,7 +73,7 @@ class Steady:
     lag_mean: float
     lag_max: int
     tail: float
-    """share of a batch's drawing time in which its last tenth of completions is awaited"""
+    """share of a batch's sampling time in which its last tenth of completions is awaited"""
     rows: float
     """mean number of rows that run on an engine, idle time included"""
 
@@ -90,27 +90,27 @@ def simulate_pipeline(
 ) -> Timeline:
     """Run `steps` steps of the asynchronous loop.
 
-    The drawer deals the chunks of a batch to idle engines, oldest batch first. It starts batch b
-    when the version max(0, b - 1 - lag) is out and fewer than `in_flight` batches are being drawn
+    The producer deals the chunks of a batch to idle engines, oldest batch first. It starts batch b
+    when the version max(0, b - 1 - lag) is out and fewer than `in_flight` batches are being sampled
     (the loop: 1). An engine that has another version loads first. The trainer takes batches in
-    their order, trains, and publishes. There are at most lag + 1 batches between the drawer's start
-    and the trainer: the version that a batch needs sees to that.
+    their order, trains, and publishes. There are at most lag + 1 batches between the producer's
+    start and the trainer: the version that a batch needs sees to that.
 
     Args:
-        batches: what is drawn; more than `steps`, so that the drawer is as busy at the end as
+        batches: what is sampled; more than `steps`, so that the producer is as busy at the end as
         before. engines: how many take chunks. lag: the versions by which a batch may be older than
         the policy it trains. steps: how many batches are trained. publish: seconds in which the
         trainer hands a version over. load: seconds in which an engine takes a version over.
-        in_flight: how many batches may be drawn at a time.
+        in_flight: how many batches may be sampled at a time.
     """
     line = Timeline(engines=engines, lag_bound=lag)
     events: list[tuple[float, int, str, int]] = []  # time, order, what, which
     chunks: deque[tuple[int, Chunk]] = deque()
     idle = deque(range(engines))
     loaded = [0] * engines
-    unfinished: dict[int, int] = {}  # batch, chunks of it that are not drawn
+    unfinished: dict[int, int] = {}  # batch, chunks of it that are not sampled
     begun: dict[int, list[tuple[float, Chunk]]] = {}
-    doing = [0] * engines  # batch that the engine draws for
+    doing = [0] * engines  # batch that the engine samples for
     version, started, trained, training, order = 0, 0, 0, False, 0
     ready: set[int] = set()
     now = 0.0
@@ -121,16 +121,16 @@ def simulate_pipeline(
         heapq.heappush(events, (time, order, what, which))
 
     while trained < steps:
-        # the drawer
+        # the producer
         while (
             started < len(batches)
             and len(unfinished) < in_flight
             and version >= max(0, started - lag)
         ):
             started += 1
-            line.drawn_from.append(now)
-            line.drawn.append(float("nan"))
-            line.mostly_drawn.append(float("nan"))
+            line.sampled_from.append(now)
+            line.sampled.append(float("nan"))
+            line.mostly_sampled.append(float("nan"))
             line.versions.append(max(0, started - 1 - lag))
             unfinished[started], begun[started] = len(batches[started - 1].chunks), []
             chunks.extend((started, chunk) for chunk in batches[started - 1].chunks)
@@ -166,8 +166,8 @@ def simulate_pipeline(
             if not unfinished[batch]:
                 del unfinished[batch]
                 ready.add(batch)
-                line.drawn[batch - 1] = now
-                line.mostly_drawn[batch - 1] = _most(begun.pop(batch))
+                line.sampled[batch - 1] = now
+                line.mostly_sampled[batch - 1] = _most(begun.pop(batch))
     return line
 
 
@@ -176,14 +176,14 @@ def simulate_synchronous(
 ) -> Timeline:
     """Run `steps` steps of the synchronous loop with `rollout.lag`: nothing overlaps.
 
-    Before each step batches are drawn until lag + 1 are pending, but none beyond the last step.
+    Before each step batches are sampled until lag + 1 are pending, but none beyond the last step.
     """
     line = Timeline(engines=engines, lag_bound=lag)
     now, version = 0.0, 0
     for step in range(1, steps + 1):
-        while len(line.drawn) < min(step + lag, steps):
-            batch = batches[len(line.drawn)]
-            line.drawn_from.append(now)
+        while len(line.sampled) < min(step + lag, steps):
+            batch = batches[len(line.sampled)]
+            line.sampled_from.append(now)
             line.versions.append(version)
             free = [now] * engines
             begun = []
@@ -194,10 +194,10 @@ def simulate_synchronous(
                 begun.append((begin, chunk))
                 line.engine_work.append((begin, end))
                 line.row_seconds.append((begin, chunk.row_seconds))
-            line.mostly_drawn.append(_most(begun))
+            line.mostly_sampled.append(_most(begun))
             now = max(free)
-            line.drawn.append(now)
-        line.most_pending = max(line.most_pending, len(line.drawn) - step + 1)
+            line.sampled.append(now)
+        line.most_pending = max(line.most_pending, len(line.sampled) - step + 1)
         line.taken.append(now)
         now += batches[step - 1].train + publish + load
         version = step
@@ -223,7 +223,7 @@ def steady(line: Timeline, *, skip: int) -> Steady:
     working = sum(max(min(stop, end) - max(start, begin), 0.0) for start, stop in line.engine_work)
     running = sum(seconds for start, seconds in line.row_seconds if begin <= start < end)
     tails = [
-        (line.drawn[b] - line.mostly_drawn[b]) / (line.drawn[b] - line.drawn_from[b])
+        (line.sampled[b] - line.mostly_sampled[b]) / (line.sampled[b] - line.sampled_from[b])
         for b in range(skip, len(line.published))
     ]
     return Steady(

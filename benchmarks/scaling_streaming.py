@@ -95,7 +95,7 @@ class _Stream:
         lag: int,
     ) -> None:
         self.lengths, self.costs, self.batch_groups, self.lag = lengths, costs, batch_groups, lag
-        self.fleet = [_Engine(costs, prompt) for _ in range(engines)]
+        self.engine_pool = [_Engine(costs, prompt) for _ in range(engines)]
         self.events: list[tuple[float, int, int, int]] = []
         """heap: time, order, engine (-1: the trainer), number of the engine's event"""
         self.order = 0
@@ -117,14 +117,14 @@ class _Stream:
 
     def plan_end(self, number: int) -> None:
         """Let the next row of an engine end; an end that was planned before is void."""
-        engine = self.fleet[number]
+        engine = self.engine_pool[number]
         engine.event += 1
         if engine.rows:
             self.plan(engine.next_end(), number, engine.event)
 
     def admit(self, number: int, most: int) -> int:
         """Give an engine up to so many groups, as it has seats and the bound allows."""
-        engine, samples = self.fleet[number], self.lengths.shape[1]
+        engine, samples = self.engine_pool[number], self.lengths.shape[1]
         seats = max(self.costs.engine.seats, samples)
         admitted = 0
         while (
@@ -143,7 +143,9 @@ class _Stream:
     def deal(self) -> None:
         """Give out the groups that a version has admitted, one to each engine in turn."""
         given: set[int] = set()
-        hungry = sorted(range(len(self.fleet)), key=lambda number: len(self.fleet[number].rows))
+        hungry = sorted(
+            range(len(self.engine_pool)), key=lambda number: len(self.engine_pool[number].rows)
+        )
         while hungry:
             hungry = [number for number in hungry if self.admit(number, most=1)]
             given.update(hungry)
@@ -152,7 +154,7 @@ class _Stream:
 
     def end_row(self, number: int) -> None:
         """A completion ends, and its seat may be taken."""
-        group = self.fleet[number].leave()
+        group = self.engine_pool[number].leave()
         self.missing[group] -= 1
         if not self.missing[group]:
             del self.missing[group]
@@ -164,7 +166,7 @@ class _Stream:
     def publish(self) -> None:
         """All engines take the new version, with their rows where they are."""
         self.version += 1
-        for number, engine in enumerate(self.fleet):
+        for number, engine in enumerate(self.engine_pool):
             engine.advance_to(self.now)
             engine.now += self.costs.load
             engine.working += self.costs.load
@@ -234,13 +236,13 @@ def simulate_streaming(
             stream.publish()
             if stream.version == skip:
                 begin = stream.now
-                worked = sum(engine.working for engine in stream.fleet)
-                ran = sum(engine.row_seconds for engine in stream.fleet)
-        elif event == stream.fleet[number].event:
+                worked = sum(engine.working for engine in stream.engine_pool)
+                ran = sum(engine.row_seconds for engine in stream.engine_pool)
+        elif event == stream.engine_pool[number].event:
             stream.end_row(number)
     window = stream.now - begin
-    worked = sum(engine.working for engine in stream.fleet) - worked
-    ran = sum(engine.row_seconds for engine in stream.fleet) - ran
+    worked = sum(engine.working for engine in stream.engine_pool) - worked
+    ran = sum(engine.row_seconds for engine in stream.engine_pool) - ran
     return Steady(
         step=window / (steps - skip),
         trainer_idle=1 - trained_seconds / window,

@@ -26,8 +26,8 @@ class Workload:
     prompt: int = 200
     """tokens of a prompt"""
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        """Draw so many groups with replacement, [count, samples]."""
+    def sample(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """Sample so many groups with replacement, [count, samples]."""
         return self.groups[generator.integers(len(self.groups), size=count)]
 
 
@@ -92,11 +92,11 @@ def make_batches(
     chunks_per_engine: int = 1,
     seed: int = 0,
 ) -> list[Batch]:
-    """Draw batches; the same seed gives the same lengths, however they are dealt."""
+    """Sample batches; the same seed gives the same lengths, however they are dealt."""
     generator = np.random.default_rng(seed)
     batches = []
     for _ in range(count):
-        groups = workload.draw(generator, batch_groups)
+        groups = workload.sample(generator, batch_groups)
         chunks = deal(groups, num_chunks=engines * chunks_per_engine)
         batches.append(
             Batch(

@@ -154,7 +154,7 @@ class StepClock:
         self._num_steps += 1
         expected = self._work.sequences * self._work.tokens
         if tokens != expected:
-            raise SystemExit(f"The step drew {tokens} tokens, not {expected}.")
+            raise SystemExit(f"The step sampled {tokens} tokens, not {expected}.")
         self._results.add(
             {
                 "framework": self._work.framework,
@@ -278,7 +278,7 @@ def run_trl(work: Workload) -> None:
 
     clock = StepClock(work)
     spent = dict.fromkeys(("generate", "publish"), 0.0)
-    drawn: list[int] = []
+    sampled: list[int] = []
     rewards: list[float] = []
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -299,20 +299,20 @@ def run_trl(work: Workload) -> None:
             clock.end_step(
                 # TRL publishes the weights on its way to generate; trustbatch in its training time
                 generate=spent["generate"] - spent["publish"],
-                tokens=sum(drawn),
+                tokens=sum(sampled),
                 details={
                     "publish": spent["publish"],
                     "reward/mean": statistics.fmean(rewards),
                 },
             )
             spent.update(generate=0.0, publish=0.0)
-            drawn.clear()
+            sampled.clear()
             rewards.clear()
 
     def reward(
         completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any
     ) -> list[float]:
-        drawn.extend(map(len, completion_ids))
+        sampled.extend(map(len, completion_ids))
         graded = [even_share(completion) for completion in completions]
         rewards.extend(graded)
         return graded

@@ -139,7 +139,7 @@ def configure(case: Case, objective: str, folder: str) -> Config:
     tree: dict[str, Any] = {
         "seed": SEED,
         "model": {"name": case.model},
-        "task": {"name": "arithmetic"},  # no prompt of it is drawn
+        "task": {"name": "arithmetic"},  # no prompt of it is sampled
         "objective": {"name": objective},
         "rollout": {
             "prompts_per_step": max(case.num_sequences // 2, 1),
@@ -161,7 +161,7 @@ def configure(case: Case, objective: str, folder: str) -> Config:
 
 
 def make_sequences(case: Case) -> list[TrainSequence]:
-    """Return sequences of random tokens, as if a uniform policy had drawn them."""
+    """Return sequences of random tokens, as if a uniform policy had sampled them."""
     vocabulary = SHAPES[case.shape].vocabulary
     generator = torch.Generator().manual_seed(SEED)
     num_response = case.length - case.prompt_tokens

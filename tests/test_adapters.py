@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training_cases import draw_sequences, policy_logp, train
+from tests.training_cases import policy_logp, sample_sequences, train
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trustbatch
@@ -27,7 +27,7 @@ peft = pytest.importorskip("peft")
 def adapted(tiny_folder: Path) -> Policy:
     """The tiny model with adapters that have been trained a little."""
     policy = with_adapters(tiny_folder)
-    train(policy, draw_sequences(policy), num_steps=3)
+    train(policy, sample_sequences(policy), num_steps=3)
     return policy
 
 
@@ -81,13 +81,13 @@ def test_the_native_engine_samples_from_what_is_trained(adapted: Policy) -> None
     prompts = [task.prompt(index) for index in range(4)]
     canary = Canary(engine, adapted, prompts, max_tokens=8, logprob_mode="processed", every=1)
     for version in (1, 2):
-        sequences = draw_sequences(adapted, engine=engine)
+        sequences = sample_sequences(adapted, engine=engine)
         train(adapted, sequences, num_steps=2)
         engine.load_weights(adapted.named_weights(), version=version)
         canary.check(version)
-        drawn = draw_sequences(adapted, engine=engine)
-        recorded = torch.cat([s.completion.behavior_logp for s in drawn])
-        expected = policy_logp(adapted, drawn)
+        sampled = sample_sequences(adapted, engine=engine)
+        recorded = torch.cat([s.completion.behavior_logp for s in sampled])
+        expected = policy_logp(adapted, sampled)
         torch.testing.assert_close(recorded, expected, rtol=0, atol=1e-5)
 
 
@@ -129,7 +129,7 @@ def test_the_reference_is_the_model_without_adapters(adapted: Policy, policy: Po
 
 
 def test_a_reference_of_its_own_gives_the_same_update(tiny_folder: Path, policy: Policy) -> None:
-    sequences = draw_sequences(policy)
+    sequences = sample_sequences(policy)
     results = []
     for reference in (policy.freeze(), None):
         trained = with_adapters(tiny_folder)
@@ -166,13 +166,13 @@ def test_a_bfloat16_base(tiny_folder: Path, policy: Policy) -> None:
     assert layer.weight.dtype == torch.bfloat16
     assert layer.lora_A["default"].weight.dtype == torch.float32
     assert small.model.model.embed_tokens.weight.dtype == torch.float32
-    sequences = draw_sequences(policy)
+    sequences = sample_sequences(policy)
     for each in (small, plain):
         train(each, sequences, num_steps=2)
     # autocast rounds float32 weights to the same numbers
     assert torch.equal(logits(small), logits(plain))
-    drawn = draw_sequences(small, engine=NativeEngine(small, seed=3))
-    assert all(torch.isfinite(s.completion.behavior_logp).all() for s in drawn)
+    sampled = sample_sequences(small, engine=NativeEngine(small, seed=3))
+    assert all(torch.isfinite(s.completion.behavior_logp).all() for s in sampled)
 
 
 def test_a_missing_package_is_a_sentence(
@@ -189,7 +189,7 @@ def test_a_missing_package_is_a_sentence(
 def test_a_copied_policy_has_adapters_of_its_own(adapted: Policy) -> None:
     copied = copy.deepcopy(adapted)
     before = logits(adapted)
-    train(copied, draw_sequences(adapted), num_steps=1)
+    train(copied, sample_sequences(adapted), num_steps=1)
     assert torch.equal(logits(adapted), before)
     assert not torch.equal(logits(copied), before)
 

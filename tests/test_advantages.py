@@ -137,7 +137,7 @@ REWARDS = st.lists(
 @pytest.mark.parametrize("name", ADVANTAGES)
 @settings(max_examples=100, deadline=None)
 @given(rows=REWARDS)
-def test_left_out_is_as_if_never_drawn(name: str, rows: list[list[float]]) -> None:
+def test_left_out_is_as_if_never_sampled(name: str, rows: list[list[float]]) -> None:
     rewards = torch.tensor(rows, dtype=torch.float64)
     advantages = ADVANTAGES[name](rewards)
     given_ = ~rewards.isnan()

@@ -1,4 +1,4 @@
-"""What the policy is pulled to: the model that drew a token, before temperature and truncation."""
+"""What the policy is pulled to: the model that sampled a token, before temperature and truncation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +71,9 @@ def test_the_native_engine_records_sampler_and_anchor(
     completions = engine.generate(requests)
     check(policy, requests, completions, atol=1e-5)
     alone = NativeEngine(policy, seed=0).generate(make_requests(policy, **settings))
-    for one, other in zip(completions, alone, strict=True):  # and draws what it would draw anyway
+    for one, other in zip(
+        completions, alone, strict=True
+    ):  # and samples what it would sample anyway
         assert torch.equal(one.token_ids, other.token_ids)
         assert other.anchor_logp is None
         assert other.anchor_top_logp is None
@@ -80,12 +82,12 @@ def test_the_native_engine_records_sampler_and_anchor(
 def test_fp8_rollouts_are_anchored_to_the_rounded_model(policy: Policy) -> None:
     options = {"num_samples": 4, "top_logprobs": 5, "max_tokens": 1}
     warm = make_requests(policy, temperature=1.2, anchor_temperature=1.0, **options)
-    drawn = NativeEngine(policy, seed=0, precision="fp8").generate(warm)
+    sampled = NativeEngine(policy, seed=0, precision="fp8").generate(warm)
     rounded = NativeEngine(policy, seed=0, precision="fp8").generate(
         make_requests(policy, **options)
     )
     exact = NativeEngine(policy, seed=0).generate(make_requests(policy, **options))
-    for completion, same, other in zip(drawn, rounded, exact, strict=True):
+    for completion, same, other in zip(sampled, rounded, exact, strict=True):
         assert torch.equal(completion.anchor_top_logp, same.behavior_top_logp)
         assert not torch.equal(completion.anchor_top_logp, other.behavior_top_logp)
 
@@ -123,7 +125,7 @@ def test_a_second_policy_is_its_own_anchor(policy: Policy, tiny_folder: Path) ->
     completions = MixedEngine(NativeEngine(policy, seed=0), [second]).generate(requests)
     own = [each for each in completions if each.sample < 2]
     foreign = [each for each in completions if each.sample >= 2]
-    assert all(each.anchor_logp is None for each in own)  # drawn at temperature 1
+    assert all(each.anchor_logp is None for each in own)  # sampled at temperature 1
     asked = [replace(r, num_samples=2, sampling=second.sampling(r.sampling)) for r in requests]
     check(other, asked, foreign, atol=1e-5)
 

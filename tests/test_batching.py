@@ -10,7 +10,7 @@ from train_sequences import make_completion, make_sequence
 from trustbatch.batching.division import packed_bins
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.batching.samples import mini_batches, to_sequences
-from trustbatch.batching.units import ATTENTION_CATCHES_UP, TrainUnit
+from trustbatch.batching.units import ATTENTION_CATCHES_UP, SharedPromptGroup
 from trustbatch.types import Prompt, RolloutGroup, TrainSequence
 
 PAD = 999
@@ -68,9 +68,9 @@ def test_shared_layout_by_hand() -> None:
     assert batch.advantage.tolist() == [1.0, 1.0, 3.0, 4.0, 4.0, 4.0, 2.0]
 
 
-def with_replies(sequence: TrainSequence, drawn: list[bool]) -> TrainSequence:
+def with_replies(sequence: TrainSequence, sampled: list[bool]) -> TrainSequence:
     """The same tokens, some of them said by an environment."""
-    completion = replace(sequence.completion, drawn=torch.tensor(drawn))
+    completion = replace(sequence.completion, sampled=torch.tensor(sampled))
     return replace(sequence, completion=completion)
 
 
@@ -154,22 +154,22 @@ def flatten(batches: list[MicroBatch]) -> list[tuple[float, list[int], list[int]
     st.booleans(),
 )
 def test_any_division_loses_nothing_and_keeps_to_the_budget(
-    drawn: list[tuple[int, int]],
+    sampled: list[tuple[int, int]],
     max_tokens: int,
     num_ranks: int,
     share: bool,
     packs: bool,
     is_answered: bool,
 ) -> None:
-    draw = random.Random(0)
-    prompts = [[draw.randrange(50) for _ in range(length)] for length in (1, 4, 9, 2)]
+    rng = random.Random(0)
+    prompts = [[rng.randrange(50) for _ in range(length)] for length in (1, 4, 9, 2)]
     sequences = [
-        make_sequence(prompts[prompt], [draw.randrange(50) for _ in range(length)], float(number))
-        for number, (prompt, length) in enumerate(drawn)
+        make_sequence(prompts[prompt], [rng.randrange(50) for _ in range(length)], float(number))
+        for number, (prompt, length) in enumerate(sampled)
     ]
     if is_answered:
         sequences = [
-            with_replies(s, [True] + [draw.random() < 0.5 for _ in s.completion.token_ids[1:]])
+            with_replies(s, [True] + [rng.random() < 0.5 for _ in s.completion.token_ids[1:]])
             for s in sequences
         ]
     ranks = [
@@ -208,9 +208,9 @@ def test_any_division_loses_nothing_and_keeps_to_the_budget(
 
 
 def test_packing_fills_micro_batches_evenly_and_nearly_to_the_brim() -> None:
-    draw = random.Random(1)
+    rng = random.Random(1)
     sequences = [
-        make_sequence([1] * 50, [2] * draw.randint(10, 900), float(number)) for number in range(300)
+        make_sequence([1] * 50, [2] * rng.randint(10, 900), float(number)) for number in range(300)
     ]
     batches = batches_of(sequences, max_tokens=8192)
     sizes = [len(batch.input_ids) for batch in batches]
@@ -231,8 +231,8 @@ def costs_of_rounds(lengths: list[int], max_tokens: int) -> tuple[list[list[floa
 
 
 def test_ranks_get_equal_cost_not_equal_counts() -> None:
-    draw = random.Random(2)
-    lengths = [12000] * 5 + [draw.randint(100, 500) for _ in range(200)]
+    rng = random.Random(2)
+    lengths = [12000] * 5 + [rng.randint(100, 500) for _ in range(200)]
     costs, counts = costs_of_rounds(lengths, max_tokens=32768)
     totals = [sum(rounds) for rounds in costs]
     assert max(totals) < 1.02 * min(totals)
@@ -240,8 +240,8 @@ def test_ranks_get_equal_cost_not_equal_counts() -> None:
 
 
 def test_ranks_do_not_wait_for_each_other_in_any_round() -> None:
-    draw = random.Random(3)
-    lengths = [min(int(draw.paretovariate(0.9) * 200), 8000) for _ in range(256)]
+    rng = random.Random(3)
+    lengths = [min(int(rng.paretovariate(0.9) * 200), 8000) for _ in range(256)]
     costs, _ = costs_of_rounds(lengths, max_tokens=8192)
     totals = [sum(rounds) for rounds in costs]
     assert max(totals) < 1.02 * min(totals)
@@ -306,7 +306,7 @@ def test_mini_batches_differ_between_seeds_and_are_never_empty() -> None:
 def test_few_bins_come_before_even_ones() -> None:
     """Spread by cost, 5 and 4 would meet in one bin of 10, 5 and 3 in the other, and 3 be left."""
     lengths = [5, 5, 4, 3, 3]
-    units = [TrainUnit((make_sequence([7] * length, [8], 0.0),)) for length in lengths]
+    units = [SharedPromptGroup((make_sequence([7] * length, [8], 0.0),)) for length in lengths]
     assert [unit.num_tokens for unit in units] == lengths
     bins = packed_bins(units, max_tokens=10, num_ranks=1)
     assert [[unit.num_tokens for unit in each] for each in bins] == [[5, 5], [4, 3, 3]]

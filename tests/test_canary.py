@@ -35,7 +35,7 @@ class Deaf(NativeEngine):
 
 
 class Anchorless(NativeEngine):
-    """Records what it draws from, whatever else it is asked for."""
+    """Records what it samples from, whatever else it is asked for."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Leave the anchor out."""
@@ -123,7 +123,7 @@ def test_an_engine_that_ignores_updates_stops_the_run(tiny_folder: Path, tmp_pat
     assert read_metrics(tmp_path / "run") == []
 
 
-def test_wrong_weights_are_seen_before_the_first_draw(tiny_folder: Path, tmp_path: Path) -> None:
+def test_wrong_weights_are_seen_before_the_first_sample(tiny_folder: Path, tmp_path: Path) -> None:
     session = open_session(parse_config(tables(tiny_folder, tmp_path)))
     other = Policy.load(str(tiny_folder), device="cpu")
     with torch.no_grad():

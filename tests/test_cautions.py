@@ -72,7 +72,7 @@ def test_a_clip_moves_the_entropy_of_rewards_that_say_nothing(
 ) -> None:
     """Each token is as often right as wrong, so without a clip no gradient is left on average."""
     logits = torch.linspace(3.0, -3.0, 16, dtype=torch.float64)
-    drawn_from = (logits / temperature).softmax(0)
+    sampled_from = (logits / temperature).softmax(0)
 
     def entropy_slope(name: str, **options: float) -> float:
         leaf = logits.clone().requires_grad_()
@@ -80,15 +80,15 @@ def test_a_clip_moves_the_entropy_of_rewards_that_say_nothing(
         objective = build_objective(name, **options)
         loss = torch.zeros((), dtype=torch.float64)
         for advantage in (1.0, -1.0):
-            for token in range(len(logits)):  # one at a time: each weighs as often as it is drawn
+            for token in range(len(logits)):  # one at a time: each weighs as often as it is sampled
                 batch = TokenBatch(
                     logp=logp[token : token + 1],
-                    behavior_logp=drawn_from.log()[token : token + 1],
+                    behavior_logp=sampled_from.log()[token : token + 1],
                     advantage=torch.tensor([advantage], dtype=torch.float64),
                     sequence=torch.tensor([0]),
                 )
                 output = objective(batch, objective.totals(batch))
-                loss = loss + drawn_from[token] * output.loss
+                loss = loss + sampled_from[token] * output.loss
         (gradient,) = torch.autograd.grad(loss, leaf)
         (slope,) = torch.autograd.grad(-(leaf.log_softmax(0) * leaf.softmax(0)).sum(), leaf)
         return float(-(gradient * slope).sum())  # of a small step against the gradient
@@ -100,16 +100,16 @@ def test_a_clip_moves_the_entropy_of_rewards_that_say_nothing(
 
 @pytest.mark.parametrize("temperature", [1.2, 0.8])
 def test_a_clip_of_sequences_silences_the_wrong_ones(temperature: float) -> None:
-    """Drawn at random, 64 sequences of 400 tokens, right and wrong by lot."""
+    """Sampled at random, 64 sequences of 400 tokens, right and wrong by lot."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.linspace(3.0, -3.0, 16, dtype=torch.float64)
-    drawn_from = (logits / temperature).softmax(0)
-    tokens = drawn_from.multinomial(64 * 400, replacement=True, generator=generator)
+    sampled_from = (logits / temperature).softmax(0)
+    tokens = sampled_from.multinomial(64 * 400, replacement=True, generator=generator)
     logp = logits.log_softmax(0)[tokens].requires_grad_()
     wrong = (torch.arange(64) % 2 == 0).repeat_interleave(400)
     batch = TokenBatch(
         logp=logp,
-        behavior_logp=drawn_from.log()[tokens],
+        behavior_logp=sampled_from.log()[tokens],
         advantage=torch.where(wrong, -1.0, 1.0).double(),
         sequence=torch.arange(64).repeat_interleave(400),
     )

@@ -138,8 +138,8 @@ def test_any_number_of_engines_trains_as_one_process_does(
 def test_batches_are_reused_and_dynamic_sampling_keeps_the_bound(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """With reuse, what differs from the synchronous run is which version drew which batch."""
-    dynamic = {"dynamic_sampling": True, "max_draws": 2}
+    """With reuse, what differs from the synchronous run is which version sampled which batch."""
+    dynamic = {"dynamic_sampling": True, "max_sampling_rounds": 2}
     expected = run(tiny_folder, tmp_path / "sync", rollout=dynamic | {"lag": 0})
     actual = run(tiny_folder, tmp_path / "async", rollout=dynamic, cluster={"max_lag": 1})
     assert_same(actual, expected)
@@ -154,7 +154,7 @@ def test_batches_are_reused_and_dynamic_sampling_keeps_the_bound(
 def test_an_evaluation_is_that_of_one_process_and_changes_nothing(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Second policies draw for the training alone, and older versions go on drawing meanwhile."""
+    """Second policies sample for the training alone, and older versions go on sampling meanwhile."""
     second = {"model": str(tiny_folder), "name": "second", "share": 0.5, "temperature": 1.5}
     settings = {"training": {"steps": 4, "learning_rate": 1e-3}}
     mixture = {"policies": [second]}
@@ -248,47 +248,47 @@ def test_killed_engines_and_reward_workers_change_nothing(
 def test_a_fleet_stops_at_a_false_canary_and_at_deaths_without_end(
     tiny_folder: Path, policy: Policy
 ) -> None:
-    from trustbatch.cluster.engine_pool import EngineFleet
+    from trustbatch.cluster.engine_pool import EnginePool
 
     tree = {
         "model": {"name": str(tiny_folder), "device": "cpu"},
         "task": {"name": "arithmetic"},
         "cluster": {"engines": 1, "max_restarts": 0},
     }
-    fleet = EngineFleet(parse_config(tree))
+    engine_pool = EnginePool(parse_config(tree))
     prompts = [Prompt(id=text, text=text, answer="") for text in ("1+1=", "12+34=", "7=")]
     notes = CanaryNotes(policy, prompts, logprob_mode="processed")
-    fleet.expect(notes.note(version=0))
-    fleet.load_weights(policy.named_weights(), version=0)
-    drawn = fleet.generate(notes.requests)
+    engine_pool.expect(notes.note(version=0))
+    engine_pool.load_weights(policy.named_weights(), version=0)
+    sampled = engine_pool.generate(notes.requests)
     expected = NativeEngine(policy, seed=0).generate(notes.requests)
-    assert [int(c.token_ids) for c in drawn] == [int(c.token_ids) for c in expected]
-    assert 0 < fleet.take_canary()["canary/max_abs_logratio"] < 1e-4
+    assert [int(c.token_ids) for c in sampled] == [int(c.token_ids) for c in expected]
+    assert 0 < engine_pool.take_canary()["canary/max_abs_logratio"] < 1e-4
 
-    fleet.expect(notes.note(version=1))
+    engine_pool.expect(notes.note(version=1))
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.1)
-    fleet.load_weights(policy.named_weights(), version=1)
+    engine_pool.load_weights(policy.named_weights(), version=1)
     with pytest.raises(CanaryError, match=r"version 1\) does not sample from the trainer's policy"):
-        fleet.generate(notes.requests)
-    assert {c.provenance.version for c in fleet.at(0).generate(notes.requests)} == {0}
-    fleet.forget_before(7)  # the newest one stays
+        engine_pool.generate(notes.requests)
+    assert {c.provenance.version for c in engine_pool.at(0).generate(notes.requests)} == {0}
+    engine_pool.forget_before(7)  # the newest one stays
     with pytest.raises(EngineError, match="Version 0 is not published"):
-        fleet.at(0).generate(notes.requests)
+        engine_pool.at(0).generate(notes.requests)
 
     for pid in actors("EngineActor"):
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"1 processes in a row .* of engine 0 \(The actor died"):
-        fleet.generate(notes.requests)
-    fleet.close()
+        engine_pool.generate(notes.requests)
+    engine_pool.close()
 
 
 def frail_crew(errors: list[Exception], *, max_restarts: int) -> Any:
-    """A crew of one: each actor raises the next error, until there are no more."""
+    """A pool of one: each actor raises the next error, until there are no more."""
     import ray
 
-    from trustbatch.cluster.actor_pool import Crew
+    from trustbatch.cluster.actor_pool import ActorPool
 
     class Frail:  # in here, so that Ray takes it along: other processes don't find this module
         def __init__(self, error: Exception | None) -> None:
@@ -303,7 +303,7 @@ def frail_crew(errors: list[Exception], *, max_restarts: int) -> Any:
             return chunk
 
     remote: Any = ray.remote(num_cpus=0)(Frail)
-    return Crew(
+    return ActorPool(
         "engine",
         lambda number: remote.remote(errors.pop(0) if errors else None),
         size=1,
@@ -319,21 +319,21 @@ def test_an_actor_without_its_own_process_counts_as_dead_and_other_errors_end_th
         return actor.work.remote(chunk)
 
     dead = DeadEngineError("vLLM ended.")
-    crew = frail_crew([dead], max_restarts=1)
-    assert crew.run([1, 2], work, lambda worker, result: None) == [1, 2]
-    assert (crew.restarts, crew.last_death) == (1, "engine 0 is replaced: vLLM ended.")
-    crew.close()
+    pool = frail_crew([dead], max_restarts=1)
+    assert pool.run([1, 2], work, lambda worker, result: None) == [1, 2]
+    assert (pool.restarts, pool.last_death) == (1, "engine 0 is replaced: vLLM ended.")
+    pool.close()
 
-    crew = frail_crew([dead, dead], max_restarts=1)
+    pool = frail_crew([dead, dead], max_restarts=1)
     with pytest.raises(EngineError, match=r"2 processes in a row .* of engine 0 \(vLLM ended\)"):
-        crew.run([1, 2], work, lambda worker, result: None)
-    crew.close()
+        pool.run([1, 2], work, lambda worker, result: None)
+    pool.close()
 
-    crew = frail_crew([EngineError("The prompt is too long.")], max_restarts=1)
+    pool = frail_crew([EngineError("The prompt is too long.")], max_restarts=1)
     with pytest.raises(EngineError, match=r"^The prompt is too long\.$"):
-        crew.run([1, 2], work, lambda worker, result: None)
-    assert crew.restarts == 0
-    crew.close()
+        pool.run([1, 2], work, lambda worker, result: None)
+    assert pool.restarts == 0
+    pool.close()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What of [cluster] is refused, which version draws a batch, and that Ray stays away otherwise."""
+"""What of [cluster] is refused, which version samples a batch, and that Ray stays away otherwise."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ def test_what_can_not_be_is_refused(
         ({"max_lag": 2}, True, [0, 0, 1, 2]),
     ],
 )
-def test_a_batch_is_drawn_by_the_oldest_version_that_its_last_use_allows(
+def test_a_batch_is_sampled_by_the_oldest_version_that_its_last_use_allows(
     cluster: dict[str, Any], dynamic: bool, versions: list[int]
 ) -> None:
     config = config_with(cluster, dynamic_sampling=dynamic)

@@ -1,4 +1,4 @@
-"""A curriculum draws what can be learnt, and a resumed run draws the same."""
+"""A curriculum samples what can be learnt, and a resumed run samples the same."""
 
 import json
 import shutil
@@ -35,19 +35,19 @@ def graded(prompt: Prompt, rewards: list[float]) -> RolloutGroup:
     )
 
 
-def test_problems_in_the_band_and_new_ones_are_drawn_more_often(tmp_path: Path) -> None:
+def test_problems_in_the_band_and_new_ones_are_sampled_more_often(tmp_path: Path) -> None:
     """Ten always pass, ten sometimes, ten never."""
     task = curriculum(tmp_path, low=0.2, high=0.8, weight=5)
-    drawn = []
+    sampled = []
     for step in range(400):
         prompts = [task.prompt(4 * step + i) for i in range(4)]
         assert len({prompt.answer for prompt in prompts}) == 4
         task.observe(
             [graded(p, [[0.0, 0.0], [0.0, 1.0], [1.0, 1.0]][int(p.answer) % 3]) for p in prompts]
         )
-        drawn += [int(prompt.answer) for prompt in prompts]
-    assert len(set(drawn[:100])) == 30  # new ones come soon
-    late = drawn[100:]
+        sampled += [int(prompt.answer) for prompt in prompts]
+    assert len(set(sampled[:100])) == 30  # new ones come soon
+    late = sampled[100:]
     in_band = sum(n % 3 == 1 for n in late) / 10
     outside = sum(n % 3 != 1 for n in late) / 20
     assert 3.5 < in_band / outside < 5.5  # less than 5: none comes twice in a batch

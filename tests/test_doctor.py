@@ -88,12 +88,12 @@ def words(verdict: Verdict) -> str:
 
 
 class Rewriting(NativeEngine):
-    """Draws as the request says, but records log-probs as if other settings had been asked for."""
+    """Samples as the request says, but records log-probs as if other settings had been asked for."""
 
     recorded: dict[str, Any]
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Evaluate the drawn tokens again under the other settings."""
+        """Evaluate the sampled tokens again under the other settings."""
         completions = super().generate(requests)
         slots = [request for request in requests for _ in range(request.num_samples)]
         return [
@@ -110,7 +110,7 @@ class Rewriting(NativeEngine):
 
 
 class Misanchored(NativeEngine):
-    """Draws and records as asked, but has another anchor."""
+    """Samples and records as asked, but has another anchor."""
 
     def __init__(self, *arguments: Any, wrong: Callable[[Completion], dict[str, Any]]) -> None:
         super().__init__(*arguments, seed=0)
@@ -144,7 +144,7 @@ class Perturbed(NativeEngine):
 
 
 class Headstrong(NativeEngine):
-    """Draws and records with settings of its own, whatever is asked."""
+    """Samples and records with settings of its own, whatever is asked."""
 
     own: dict[str, Any]
 
@@ -203,10 +203,10 @@ class SecretFp8(NativeEngine):
     """Computes in FP8 and reports float32."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Draw, and hide how."""
+        """Sample, and hide how."""
         return [
-            replace(drawn, provenance=replace(drawn.provenance, precision="float32"))
-            for drawn in super().generate(requests)
+            replace(sampled, provenance=replace(sampled.provenance, precision="float32"))
+            for sampled in super().generate(requests)
         ]
 
 
@@ -247,7 +247,7 @@ def test_raw_logprobs_at_temperature_06_are_named(model_folder: Path) -> None:
     config = config_of(model_folder, rollout={"temperature": 0.6})
     verdict, examination = diagnose(config, policy, engine)
     assert found(verdict) == ({"logprob_mode"}, {"temperature"})
-    assert "log-probs are those of T = 1, the tokens are drawn from T = 0.6" in words(verdict)
+    assert "log-probs are those of T = 1, the tokens are sampled from T = 0.6" in words(verdict)
     # the ratios look perfect, and that is the trap
     assert examination.sampling.total.one_minus_ess < 1e-9
     assert examination.sampling.true.one_minus_ess > 0.05
@@ -270,7 +270,7 @@ def test_top_p_without_renormalization_is_named(model_folder: Path) -> None:
     config = config_of(model_folder, rollout={"top_p": 0.9})
     verdict, _ = diagnose(config, policy, engine)
     assert found(verdict) == ({"support"}, set())
-    assert "drawn with top_p = 0.9, but the recorded log-probs are not renormalized" in words(
+    assert "sampled with top_p = 0.9, but the recorded log-probs are not renormalized" in words(
         verdict
     )
 
@@ -382,9 +382,9 @@ def test_the_tempered_policy_is_on_policy_at_its_own_temperature(model_folder: P
 @pytest.mark.parametrize(
     ("own", "cause", "sentence"),
     [
-        ({"temperature": 0.7}, "temperature", "drawn at T = 0.7, but rollout.temperature asks"),
-        ({"top_p": 0.8}, "support", "drawn with top_p = 0.8, but all tokens is configured"),
-        ({"top_k": 5}, "support", "drawn with top_k = 5, but all tokens is configured"),
+        ({"temperature": 0.7}, "temperature", "sampled at T = 0.7, but rollout.temperature asks"),
+        ({"top_p": 0.8}, "support", "sampled with top_p = 0.8, but all tokens is configured"),
+        ({"top_k": 5}, "support", "sampled with top_k = 5, but all tokens is configured"),
     ],
 )
 def test_sampling_settings_that_nobody_asked_for_are_named(
@@ -517,7 +517,9 @@ def test_another_anchor_is_named(
     assert verdict.causes(Status.FAULT) == ["anchor"]
     assert named in words(verdict)
     assert "softmax(logits / 1) before it tempers and cuts" in words(verdict)
-    assert examination.sampling.parts["arithmetic"].max_abs < 1e-4, "what was drawn is as recorded"
+    assert examination.sampling.parts["arithmetic"].max_abs < 1e-4, (
+        "what was sampled is as recorded"
+    )
 
 
 def test_a_run_without_an_anchor_of_its_own_is_not_asked_for_it(model_folder: Path) -> None:
@@ -562,7 +564,7 @@ def test_the_command_of_an_off_policy_stack(
     read = json.loads(record.read_text())
     assert (read["on_policy"], read["faults"]) == (False, [])
     assert read["by_configuration"] == ["temperature"]
-    assert read["examination"]["sampling"]["drawn"] == "T = 0.6"
+    assert read["examination"]["sampling"]["sampled"] == "T = 0.6"
     assert read["examination"]["sampling"]["total"]["one_minus_ess"] > 0.01
     assert read["findings"][0]["check"] == "weights"
 

@@ -11,7 +11,7 @@ from tests.test_ranks import assert_same_run, torchrun
 from trustbatch.api import train_config
 from trustbatch.cli import main
 from trustbatch.config import parse_config
-from trustbatch.loops.draw import draw_ahead, is_unequal
+from trustbatch.loops.generate import is_unequal, sample_ahead
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.session import Session, open_session
 from trustbatch.types import Prompt
@@ -65,16 +65,16 @@ def test_batches_have_unequal_groups_and_the_rest_waits(tiny_folder: Path, tmp_p
     loop, spare = session.loop, []
     for _ in range(4):
         before = loop.num_prompts
-        draw_ahead(session, num_batches=1)
+        sample_ahead(session, num_batches=1)
         batch, metrics = loop.take_batch()
         assert len(batch) == 4
         assert all(is_unequal(group) for group in batch)
         assert batch[: len(spare)] == spare  # what was left is trained on first
         assert len(loop.spare) < 4
-        num_drawn = loop.num_prompts - before
+        num_sampled = loop.num_prompts - before
         assert metrics == {
-            "dynamic/rounds": num_drawn / 4,
-            "dynamic/groups_drawn": num_drawn,
+            "dynamic/rounds": num_sampled / 4,
+            "dynamic/groups_sampled": num_sampled,
             "dynamic/groups_kept": 4 - len(spare) + len(loop.spare),
             "dynamic/groups_spare": len(loop.spare),
             "dynamic/groups_missing": 0,
@@ -86,14 +86,14 @@ def test_batches_have_unequal_groups_and_the_rest_waits(tiny_folder: Path, tmp_p
 
 def test_a_step_goes_on_with_what_there_is(tiny_folder: Path, tmp_path: Path) -> None:
     """No answer is short enough, or all are: nothing differs, and the bound is two rounds."""
-    session = session_of(tiny_folder, tmp_path, max_draws=2)
+    session = session_of(tiny_folder, tmp_path, max_sampling_rounds=2)
     hopeless = [p for p in session.task.problems if p.answer == "5"][:1]  # type: ignore[attr-defined]
     object.__setattr__(session.task, "problems", hopeless)
     object.__setattr__(hopeless[0], "answer", "99")
-    draw_ahead(session, num_batches=2)
+    sample_ahead(session, num_batches=2)
     assert [len(batch) for batch in session.loop.pending] == [4, 4]
     assert session.loop.num_prompts == 16
-    for metrics in session.loop.drawing:
+    for metrics in session.loop.sampling_metrics:
         assert metrics["dynamic/rounds"] == 2
         assert metrics["dynamic/groups_kept"] == 0
         assert metrics["dynamic/groups_missing"] == 4
@@ -142,7 +142,7 @@ folder = {folder!r}
 
 
 @pytest.mark.slow
-def test_two_ranks_draw_the_same(tiny_folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_sample_the_same(tiny_folder: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         text = CONFIG.format(
             model=str(tiny_folder), task=f"{OWN}:Short", folder=str(tmp_path / name)

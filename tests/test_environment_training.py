@@ -26,37 +26,37 @@ Said = list[tuple[str, bool]]
 """texts of an episode, and whether the policy said them"""
 
 
-def random_game(draw: random.Random) -> Said:
+def random_game(rng: random.Random) -> Said:
     """A game played without thought: every number is guessed equally often."""
-    secret = draw.randint(1, GUESS.highest)
+    secret = rng.randint(1, GUESS.highest)
     said: Said = [(f"{GUESS.highest}=", False)]
     for _ in range(GUESS.guesses):
-        guess = draw.randint(1, GUESS.highest)
+        guess = rng.randint(1, GUESS.highest)
         said += [(f"{guess}</s>", True), ("+" if guess < secret else "-", False)]
         if guess == secret:
             break
     return said[:-1]
 
 
-def random_product(draw: random.Random) -> Said:
+def random_product(rng: random.Random) -> Said:
     """Mostly a wild answer; now and then the calculator is asked, and its answer repeated."""
-    first, second = draw.randint(1, 9), draw.randint(1, 9)
+    first, second = rng.randint(1, 9), rng.randint(1, 9)
     problem, result = f"{first}*{second}=", str(first * second)
-    if draw.random() < CALLS:
+    if rng.random() < CALLS:
         asked = [(f"{problem}</s>", True), (result, False), (f"{result}</s>", True)]
         return [(problem, False), *asked]
-    return [(problem, False), (f"{draw.randint(1, 81)}</s>", True)]
+    return [(problem, False), (f"{rng.randint(1, 81)}</s>", True)]
 
 
 def teach(folder: Path, example: Callable[[random.Random], Said], *, steps: int, seed: int) -> Path:
     """Make a model that speaks as the examples do; what the environment says is not learnt."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
         inputs, targets = [], []
-        for said in (example(draw) for _ in range(64)):
+        for said in (example(rng) for _ in range(64)):
             parts = [(tokenizer.encode(text), is_own) for text, is_own in said]
             inputs.append(torch.tensor([token for ids, _ in parts for token in ids]))
             targets.append(
@@ -102,7 +102,7 @@ def test_a_policy_learns_to_use_the_hints(tmp_path: Path) -> None:
     assert mean(metrics[-5:], "reward/mean") > 0.9
     assert mean(metrics, "episode/turns_mean") > 1.5
     assert mean(metrics[-5:], "episode/ended_fraction") > 0.95
-    assert all(line["tokens/count"] == line["episode/drawn_tokens"] for line in metrics)
+    assert all(line["tokens/count"] == line["episode/sampled_tokens"] for line in metrics)
 
 
 @pytest.mark.slow

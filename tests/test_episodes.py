@@ -1,4 +1,4 @@
-"""Episodes: what is drawn, who drew it, when it ends, and that nothing else matters."""
+"""Episodes: what is sampled, who sampled it, when it ends, and that nothing else matters."""
 
 import json
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def completions_of(groups: Sequence[RolloutGroup]) -> list[Completion]:
 
 
 def same(one: Completion, other: Completion) -> bool:
-    """Equal in all that was drawn and said."""
+    """Equal in all that was sampled and said."""
     pairs = [(getattr(one, name), getattr(other, name)) for name in Completion.__slots__]
     return all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
@@ -57,12 +57,12 @@ def test_an_episode_holds_what_was_said_in_order(policy: Policy) -> None:
     assert {len(completion.turns) for completion in found} >= {1, 3, 5, 7}
     for completion in found:
         if len(completion.turns) == 1:
-            assert completion.drawn is None
+            assert completion.sampled is None
             continue
-        assert completion.drawn is not None
-        assert len(completion.drawn) == len(completion.token_ids)
+        assert completion.sampled is not None
+        assert len(completion.sampled) == len(completion.token_ids)
         # runs of equal marks are the turns; a policy's ends with its stop token
-        marks, lengths = completion.drawn.unique_consecutive(return_counts=True)
+        marks, lengths = completion.sampled.unique_consecutive(return_counts=True)
         assert marks.tolist() == [turn.role is Role.POLICY for turn in completion.turns]
         parts = completion.token_ids.split(lengths.tolist())
         assert policy.decode([part.tolist() for part in parts]) == [
@@ -70,14 +70,14 @@ def test_an_episode_holds_what_was_said_in_order(policy: Policy) -> None:
         ]
         assert all(int(part[-1]) in policy.stop_token_ids for part in parts[:-1:2])
         assert completion.text == completion.turns[-1].text
-        assert completion.num_drawn == sum(lengths[marks].tolist())
-        environment = ~completion.drawn
+        assert completion.num_sampled == sum(lengths[marks].tolist())
+        environment = ~completion.sampled
         assert not completion.behavior_logp[environment].any()
         assert completion.behavior_top_logp is not None
         assert completion.behavior_top_logp.shape == (len(completion.token_ids), 4)
 
 
-def test_every_turn_was_drawn_after_the_whole_conversation(policy: Policy) -> None:
+def test_every_turn_was_sampled_after_the_whole_conversation(policy: Policy) -> None:
     """The trainer sees the tokens in one pass, and finds the log-probs that the engine recorded."""
     groups = episodes(policy, temperature=1.0)
     sequences = to_sequences(groups, torch.zeros(6, 4))
@@ -85,7 +85,7 @@ def test_every_turn_was_drawn_after_the_whole_conversation(policy: Policy) -> No
     torch.testing.assert_close(policy_logp(policy, sequences), recorded, rtol=0, atol=2e-5)
 
 
-def test_episodes_do_not_depend_on_what_else_is_drawn(policy: Policy) -> None:
+def test_episodes_do_not_depend_on_what_else_is_sampled(policy: Policy) -> None:
     together = episodes(policy)
     engine = NativeEngine(policy, seed=0, max_sequences=3)
     for number in range(6):
@@ -138,7 +138,7 @@ def test_every_turn_is_asked_for_once_by_its_number_and_all_of_them_together(
             assert len(request.token_ids) + request.sampling.max_tokens <= 60 + 6
 
 
-def test_requests_of_unequal_room_are_drawn_together_as_they_are_apart(policy: Policy) -> None:
+def test_requests_of_unequal_room_are_sampled_together_as_they_are_apart(policy: Policy) -> None:
     requests = [
         GenerationRequest(
             prompt_id=str(number),
@@ -175,8 +175,8 @@ def test_rows_that_have_ended_do_not_leave_a_models_context(policy: Policy) -> N
         )
         for length in (2, 3, 4, 30)
     ]
-    drawn = engine.generate(requests)
-    assert [len(completion.token_ids) for completion in drawn] == [30, 29, 28, 2]
+    sampled = engine.generate(requests)
+    assert [len(completion.token_ids) for completion in sampled] == [30, 29, 28, 2]
 
 
 @pytest.mark.parametrize("max_turns", [1, 2, 4])
@@ -213,7 +213,7 @@ def test_without_an_answer_nothing_changes(policy: Policy) -> None:
     for one, other in zip(completions_of(silent), completions_of(plain), strict=True):
         assert one.turns == (Turn(role=Role.POLICY, text=other.text),)
         assert other.turns == ()
-        assert one.drawn is None
+        assert one.sampled is None
         assert torch.equal(one.token_ids, other.token_ids)
         assert torch.equal(one.behavior_logp, other.behavior_logp)
         assert one.finish_reason == other.finish_reason
@@ -245,7 +245,7 @@ def test_a_broken_environment_is_named_with_the_prompt(
     assert sentence in str(error.value)
 
 
-def test_an_episode_is_drawn_by_one_policy_throughout(policy: Policy, tmp_path: Path) -> None:
+def test_an_episode_is_sampled_by_one_policy_throughout(policy: Policy, tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     other = Policy(build_model(tokenizer, seed=3), tokenizer, name="other", precision="float32")
     own = NativeEngine(policy, seed=0)
@@ -260,14 +260,14 @@ def test_an_episode_is_drawn_by_one_policy_throughout(policy: Policy, tmp_path: 
     alone = episodes(policy, engine=own)
     sequences = to_sequences(groups, torch.zeros(6, 4))
     for model, name in ((policy, policy.name), (other, "other")):
-        drawn = [s for s in sequences if s.completion.provenance.policy == name]
-        assert len(drawn) == 12
-        assert max(len(s.completion.turns) for s in drawn) > 4
-        assert {s.completion.provenance.temperature for s in drawn} == {
+        sampled = [s for s in sequences if s.completion.provenance.policy == name]
+        assert len(sampled) == 12
+        assert max(len(s.completion.turns) for s in sampled) > 4
+        assert {s.completion.provenance.temperature for s in sampled} == {
             0.9 if name == "other" else 1.5
         }
         # at their own temperatures only the likeliest token's rank is comparable: recompute
-        for sequence in drawn:
+        for sequence in sampled:
             completion = sequence.completion
             ids = torch.tensor([[*sequence.prompt_token_ids, *completion.token_ids.tolist()]])
             with torch.no_grad():
@@ -317,8 +317,8 @@ def test_later_turns_have_the_prompts_arguments_of_the_template(policy: Policy) 
         spoken = [c for c in group.completions if len(c.turns) > 1]
         assert spoken
         for completion in spoken:
-            assert completion.drawn is not None
-            replies = policy.tokenizer.decode(completion.token_ids[~completion.drawn])
+            assert completion.sampled is not None
+            replies = policy.tokenizer.decode(completion.token_ids[~completion.sampled])
             assert replies.endswith(mark)
 
 
@@ -343,15 +343,15 @@ def test_a_chat_models_reply_stands_in_its_template(policy: Policy) -> None:
         add_generation_prompt=True,
         tokenize=False,
     )
-    drawn = policy.tokenizer.encode("3</s>")
-    whole = (*prompt, *drawn, *ReplyEncoder.of(policy, {}).encode("0", prompt_id="p"))
+    sampled = policy.tokenizer.encode("3</s>")
+    whole = (*prompt, *sampled, *ReplyEncoder.of(policy, {}).encode("0", prompt_id="p"))
     assert whole == tuple(policy.tokenizer.encode(conversation))
     (group, *_) = episodes(policy, indices=[0], num_samples=8)
     spoken = [c for c in group.completions if len(c.turns) > 1]
     assert spoken
     for completion in spoken:
-        assert completion.drawn is not None
-        reply = completion.token_ids[~completion.drawn].tolist()
+        assert completion.sampled is not None
+        reply = completion.token_ids[~completion.sampled].tolist()
         assert policy.tokenizer.decode(reply).startswith("*")
 
 
@@ -368,21 +368,21 @@ def test_records_of_episodes_lose_nothing(policy: Policy) -> None:
         assert restored.grades == group.grades
         for one, other in zip(restored.completions, group.completions, strict=True):
             assert same(one, other)
-            if other.drawn is not None:
-                assert one.drawn is not None
-                assert one.drawn.dtype == torch.bool
+            if other.sampled is not None:
+                assert one.sampled is not None
+                assert one.sampled.dtype == torch.bool
 
 
 def test_readable_records_count_the_policys_tokens_and_name_the_speakers(policy: Policy) -> None:
     (group,) = Scorer(Chatter()).score(episodes(policy, indices=[0], num_samples=8))
     sample = max(range(8), key=lambda number: len(group.completions[number].turns))
     completion = group.completions[sample]
-    assert completion.drawn is not None
+    assert completion.sampled is not None
     record = readable_record(group, sample, step=1, advantage=0.0)
-    assert record["tokens"] == int(completion.drawn.sum())
-    assert record["environment_tokens"] == int((~completion.drawn).sum())
+    assert record["tokens"] == int(completion.sampled.sum())
+    assert record["environment_tokens"] == int((~completion.sampled).sum())
     assert record["mean_behavior_logp"] == pytest.approx(
-        float(completion.behavior_logp[completion.drawn].mean())
+        float(completion.behavior_logp[completion.sampled].mean())
     )
     assert [turn["role"] for turn in record["turns"]][:2] == ["policy", "environment"]
     json.dumps(record)
@@ -393,17 +393,17 @@ def test_metrics_of_episodes_by_hand(policy: Policy) -> None:
     metrics = rollout_metrics(groups, policy=policy.name, version=0)
     found = completions_of(groups)
     turns = [(len(completion.turns) + 1) // 2 for completion in found]
-    drawn = [c.num_drawn for c in found]
+    sampled = [c.num_sampled for c in found]
     assert metrics["episode/turns_mean"] == pytest.approx(sum(turns) / 24)
     assert metrics["episode/turns_max"] == 3.0
     stopped = [completion.finish_reason is FinishReason.STOP for completion in found]
     assert 0 < metrics["episode/ended_fraction"] == sum(stopped) / 24 < 1
-    assert metrics["episode/drawn_tokens"] == sum(drawn)
+    assert metrics["episode/sampled_tokens"] == sum(sampled)
     assert metrics["episode/environment_tokens"] == sum(
         len(completion.token_ids) for completion in found
-    ) - sum(drawn)
-    assert metrics["response/length_mean"] == pytest.approx(sum(drawn) / 24)
-    assert metrics["response/length_max"] == max(drawn)
+    ) - sum(sampled)
+    assert metrics["response/length_mean"] == pytest.approx(sum(sampled) / 24)
+    assert metrics["response/length_max"] == max(sampled)
     plain = episodes(policy, environment=Chatter(most_replies=0))
     silent = rollout_metrics(Scorer(Chatter()).score(plain), policy=policy.name, version=0)
     assert silent["episode/environment_tokens"] == 0.0
@@ -421,4 +421,4 @@ def test_max_turns_reaches_the_run(tiny_folder: Path, tmp_path: Path) -> None:
         )
         (line,) = read_metrics(tmp_path / f"run-{max_turns}")
         assert line["episode/turns_max"] == max_turns
-        assert line["tokens/count"] == line["episode/drawn_tokens"]
+        assert line["tokens/count"] == line["episode/sampled_tokens"]

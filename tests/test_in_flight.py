@@ -61,11 +61,11 @@ class Offered:
             for version in (0, *plan.values())
         }
 
-    def are_newer_than(self, version: int) -> bool:
+    def has_newer(self, version: int) -> bool:
         self.num_asked += 1
         return self._newest() > version
 
-    def take_over(self) -> None:
+    def apply(self) -> None:
         self.load(self._newest())
 
     def load(self, version: int) -> None:
@@ -100,7 +100,7 @@ def make_requests(policy: Policy, **options: Any) -> list[GenerationRequest]:
 def recomputed(
     offered: Offered, request: GenerationRequest, completion: Completion, version: int
 ) -> Tensor:
-    """Log-probs [n, V] that a version gives to all that could be drawn, from a plain pass."""
+    """Log-probs [n, V] that a version gives to all that could be sampled, from a plain pass."""
     offered.load(version)
     ids = torch.tensor([[*request.token_ids, *completion.token_ids.tolist()]])
     logits = offered.engine.policy.model(input_ids=ids).logits[0, len(request.token_ids) - 1 : -1]
@@ -138,13 +138,13 @@ def assert_each_token_is_its_versions(
 
 
 @pytest.mark.parametrize("decoder", ["llama", "portable"])
-def test_every_token_is_drawn_by_its_own_version_after_the_whole_prefix(
+def test_every_token_is_sampled_by_its_own_version_after_the_whole_prefix(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, decoder: str
 ) -> None:
     if decoder == "portable":
         monkeypatch.setattr(native_engine, "read_architecture", lambda _: None)
     engine = NativeEngine(policy, seed=0, max_sequences=7)
-    # the second half waits until the first, drawn in another way, has ended
+    # the second half waits until the first, sampled in another way, has ended
     requests = make_requests(policy, top_logprobs=3)[:2]
     requests += make_requests(policy, top_logprobs=3, temperature=0.8, stop_token_ids=())[2:]
     offered = Offered(engine, {4: 1, 7: 3, 30: 4})
@@ -165,7 +165,7 @@ def test_a_version_goes_on_as_if_it_were_asked_to_continue(
     precision = how if how != "portable" else "auto"
     sampling = SamplingParams(
         max_tokens=12, stop_token_ids=(), temperature=0.0, logprob_mode="raw"
-    )  # greedy: without random numbers, so that both draw the same
+    )  # greedy: without random numbers, so that both sample the same
     (request,) = [
         replace(each, sampling=sampling, num_samples=1) for each in make_requests(policy)[:1]
     ]
@@ -203,7 +203,7 @@ def test_without_an_offer_nothing_changes(policy: Policy) -> None:
             assert torch.equal(getattr(mine, name), getattr(other, name))
 
 
-def test_rows_sent_back_for_memory_keep_what_older_versions_drew(
+def test_rows_sent_back_for_memory_keep_what_older_versions_sampled(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = NativeEngine(policy, seed=0)
@@ -253,7 +253,9 @@ def test_versions_survive_a_checkpoint(
     trainer = make_trainer(policy)
     checkpointer = Checkpointer(tmp_path, trainer, keep=1)
     pending, spare = groups[:2], groups[2:]
-    checkpointer.save(LoopState(step=3, pending=deque([pending]), drawing=deque([{}]), spare=spare))
+    checkpointer.save(
+        LoopState(step=3, pending=deque([pending]), sampling_metrics=deque([{}]), spare=spare)
+    )
     checkpointer.finish()
     loop = restore(tmp_path / "step-3", trainer)
     restored = [c for group in [*loop.pending[0], *loop.spare] for c in group.completions]
@@ -398,7 +400,7 @@ def own_ray() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-def test_a_version_that_fails_its_canary_in_flight_draws_nothing(
+def test_a_version_that_fails_its_canary_in_flight_samples_nothing(
     tiny_folder: Path, tmp_path: Path, policy: Policy, own_ray: None
 ) -> None:
     from trustbatch.cluster.engine_actor import EngineActor, PublishedVersion
@@ -410,11 +412,11 @@ def test_a_version_that_fails_its_canary_in_flight_draws_nothing(
         num_asked = 0
         coming: PublishedVersion
 
-        def are_newer_than(self, version: int) -> bool:
+        def has_newer(self, version: int) -> bool:
             self.num_asked += 1
             if self.num_asked == 5:
                 self.offer(self.coming)
-            return super().are_newer_than(version)
+            return super().has_newer(version)
 
     config = parse_config(
         {
@@ -442,15 +444,15 @@ def test_a_version_that_fails_its_canary_in_flight_draws_nothing(
         actor = OfferedMeanwhile(config, torch.get_num_threads())
         actor.coming = second
         if second is false:
-            for _ in range(2):  # nor is it drawn from when it is asked for once more
+            for _ in range(2):  # nor is it sampled from when it is asked for once more
                 with pytest.raises(CanaryError, match=r"version 1\) does not sample from"):
                     actor.generate_in_flight(first, requests)
             continue
-        drawn = actor.generate_in_flight(first, requests)
-        assert {tuple(c.all_versions) for c in drawn.completions} >= {(0, 1)}
-        assert drawn.version == 1
-        assert 0 < drawn.canary["canary/max_abs_logratio"] < 1e-4
-        # an exact version is drawn from to the end, and is checked as well
+        sampled = actor.generate_in_flight(first, requests)
+        assert {tuple(c.all_versions) for c in sampled.completions} >= {(0, 1)}
+        assert sampled.version == 1
+        assert 0 < sampled.canary["canary/max_abs_logratio"] < 1e-4
+        # an exact version is sampled from to the end, and is checked as well
         exact = actor.generate(first, requests)
         assert {tuple(c.all_versions) for c in exact.completions} == {(0,)}
         assert exact.canary

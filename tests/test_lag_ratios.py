@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training_cases import draw_sequences, make_trainer, policy_logp
+from tests.training_cases import make_trainer, policy_logp, sample_sequences
 
 import trustbatch
 from trustbatch.batching.samples import mini_batches
@@ -15,15 +15,15 @@ from trustbatch.training.lag_metrics import ONE_MINUS_ESS_BY_LAG, values_by_lag
 from trustbatch.types import Provenance, TrainSequence
 
 VERSION = 5
-DRAWN_AT = (5, 4, 2)
+SAMPLED_AT = (5, 4, 2)
 
 
-def drawn_by(sequence: TrainSequence) -> Provenance:
+def sampled_by(sequence: TrainSequence) -> Provenance:
     return sequence.completion.provenance
 
 
 def by_another(sequence: TrainSequence) -> TrainSequence:
-    provenance = replace(drawn_by(sequence), policy="other")
+    provenance = replace(sampled_by(sequence), policy="other")
     return replace(sequence, completion=replace(sequence.completion, provenance=provenance))
 
 
@@ -31,14 +31,16 @@ def by_another(sequence: TrainSequence) -> TrainSequence:
 def sequences(policy: Policy) -> list[TrainSequence]:
     """Completions of three versions, each as far from the present one as it is old, and others."""
     present = {name: value.clone() for name, value in policy.model.state_dict().items()}
-    drawn: list[TrainSequence] = []
-    for version in DRAWN_AT:
+    sampled: list[TrainSequence] = []
+    for version in SAMPLED_AT:
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter.mul_(1.0 + 0.02 * (VERSION - version))
-        drawn += draw_sequences(policy, engine=NativeEngine(policy, seed=version, version=version))
+        sampled += sample_sequences(
+            policy, engine=NativeEngine(policy, seed=version, version=version)
+        )
         policy.model.load_state_dict(present)
-    return drawn + [by_another(sequence) for sequence in drawn[::7]]
+    return sampled + [by_another(sequence) for sequence in sampled[::7]]
 
 
 def direct(policy: Policy, sequences: list[TrainSequence], lag: int) -> float:
@@ -46,7 +48,7 @@ def direct(policy: Policy, sequences: list[TrainSequence], lag: int) -> float:
     own = [
         s
         for s in sequences
-        if drawn_by(s).policy == policy.name and VERSION - drawn_by(s).version == lag
+        if sampled_by(s).policy == policy.name and VERSION - sampled_by(s).version == lag
     ]
     behavior = torch.cat([s.completion.behavior_logp for s in own]).double()
     ratio = (policy_logp(policy, own).double() - behavior).exp()
@@ -79,7 +81,7 @@ def test_optimizer_steps_are_averaged(policy: Policy, sequences: list[TrainSeque
 def test_a_batch_of_one_old_version_has_that_lag_alone(
     policy: Policy, sequences: list[TrainSequence]
 ) -> None:
-    old = [s for s in sequences if drawn_by(s).version == 2 and drawn_by(s).policy != "other"]
+    old = [s for s in sequences if sampled_by(s).version == 2 and sampled_by(s).policy != "other"]
     metrics = make_trainer(policy).train(old, version=VERSION)
     assert values_by_lag(metrics, ONE_MINUS_ESS_BY_LAG) == {3: metrics["one_minus_ess"]}
 
@@ -87,7 +89,7 @@ def test_a_batch_of_one_old_version_has_that_lag_alone(
 def test_what_is_fresh_is_not_measured_twice(
     policy: Policy, sequences: list[TrainSequence]
 ) -> None:
-    fresh = [s for s in sequences if drawn_by(s).version == VERSION]
+    fresh = [s for s in sequences if sampled_by(s).version == VERSION]
     for batch, version in ((fresh, VERSION), (sequences, None)):
         metrics = make_trainer(policy).train(batch, version=version)
         assert not values_by_lag(metrics, ONE_MINUS_ESS_BY_LAG)

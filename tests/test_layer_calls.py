@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training_cases import draw_sequences, make_trainer, policy_logp, train, watch_gradients
+from tests.training_cases import make_trainer, policy_logp, sample_sequences, train, watch_gradients
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 
 from trustbatch.errors import ConfigError
-from trustbatch.models.packing.layout import PackedLayout, Unit
+from trustbatch.models.packing.layout import PackedLayout, Segment
 from trustbatch.models.policy import Policy
 from trustbatch.training.layer_calls import compile_layers, recompute_layers
 from trustbatch.types import TrainSequence
@@ -23,7 +23,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
 
 @pytest.fixture
 def sequences(policy: Policy) -> list[TrainSequence]:
-    return draw_sequences(policy)
+    return sample_sequences(policy)
 
 
 def gradients(policy: Policy, sequences: list[TrainSequence]) -> dict[str, torch.Tensor]:
@@ -52,7 +52,7 @@ def test_recomputed_layers_give_the_same_gradient_bit_for_bit(
 
 def test_a_recomputed_layer_keeps_its_input_alone(policy: Policy) -> None:
     ids = torch.arange(2, 12).repeat(20)
-    layout: PackedLayout = PackedLayout.of([Unit(len(ids))])
+    layout: PackedLayout = PackedLayout.of([Segment(len(ids))])
     sizes = []
     for _ in range(2):
         kept: list[int] = []
@@ -119,7 +119,7 @@ def test_compiled_layers_are_compiled_a_few_times_for_all_batches(
     for number in range(20):
         lengths = torch.randint(1, 9, (number % 5 + 1,), generator=generator).tolist()
         responses = (2, 3) if number % 3 == 0 else ()
-        units = [Unit(length, responses) for length in lengths]
+        units = [Segment(length, responses) for length in lengths]
         layout: PackedLayout = PackedLayout.of(units)
         num_tokens = sum(unit.num_tokens for unit in units)
         ids = torch.randint(2, 12, (num_tokens,), generator=generator)
@@ -151,7 +151,7 @@ def test_compiled_training_is_the_same_but_for_rounding(
     found = trainer.train(sequences)
     assert found["gradient/norm"] == pytest.approx(expected["gradient/norm"], rel=1e-4)
     # the engine's own forward pass is none of it
-    assert draw_sequences(compiled)
+    assert sample_sequences(compiled)
 
 
 def test_a_missing_compiler_is_a_sentence(policy: Policy) -> None:

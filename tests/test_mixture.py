@@ -1,4 +1,4 @@
-"""Second policies: who draws which sample, from which distribution, and what a run makes of it."""
+"""Second policies: who samples which sample, from which distribution, and what a run makes of it."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_model, build_tokenizer
-from trustbatch.models.vocabulary import speak_the_same_tokens
+from trustbatch.models.vocabulary import same_tokenizer
 from trustbatch.observe.report import write_report
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, division
 from trustbatch.rollout.native.engine import NativeEngine
@@ -130,8 +130,8 @@ def test_behavior_logp_is_the_second_models_own(
         with torch.no_grad():
             logits = model.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
         logp = sampling_logprobs(logits, sampling)
-        drawn = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        torch.testing.assert_close(completion.behavior_logp, drawn, rtol=0, atol=1e-5)
+        sampled = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+        torch.testing.assert_close(completion.behavior_logp, sampled, rtol=0, atol=1e-5)
         assert completion.top_token_ids is not None
         top = logp.gather(-1, completion.top_token_ids)
         torch.testing.assert_close(completion.behavior_top_logp, top, rtol=0, atol=1e-5)
@@ -154,7 +154,7 @@ def test_samples_come_back_in_order_with_their_indices(policy: Policy, other: Po
     assert [names[5 * g : 5 * g + 5].count("other") for g in range(3)] == [
         division((0.3,), 5, group=group)[1] for group in range(3)
     ]
-    assert names[0] == policy.name  # the trained policy draws first
+    assert names[0] == policy.name  # the trained policy samples first
     assert {(c.provenance.policy, c.provenance.version) for c in completions} == {
         (policy.name, 3),
         ("other", 0),
@@ -169,12 +169,12 @@ def test_a_second_policy_changes_no_other_policys_samples(policy: Policy, other:
     kept = by_sample(mixed, policy.name)
     assert len(kept) == 9
     assert all(alone[key] == tokens for key, tokens in kept.items())
-    # the second policy's own samples are those it would draw alone
+    # the second policy's own samples are those it would sample alone
     second = second_policy(other)
     by_itself = by_sample(second.engine.generate(requests), "other")
-    drawn = by_sample(mixed, "other")
-    assert len(drawn) == 9
-    assert all(by_itself[key] == tokens for key, tokens in drawn.items())
+    sampled = by_sample(mixed, "other")
+    assert len(sampled) == 9
+    assert all(by_itself[key] == tokens for key, tokens in sampled.items())
 
 
 def test_policies_do_not_share_random_numbers(policy: Policy, tiny_folder: Path) -> None:
@@ -182,13 +182,13 @@ def test_policies_do_not_share_random_numbers(policy: Policy, tiny_folder: Path)
     twin = Policy.load(str(tiny_folder), device="cpu", precision="float32")
     requests = make_requests(policy, num_samples=6)
     first = by_sample(NativeEngine(policy, seed=0).generate(requests), policy.name)
-    drawn = [
+    sampled = [
         by_sample(second_policy(twin, name).engine.generate(requests), name)
         for name in ("one", "two")
     ]
-    assert first != drawn[0]
-    assert first != drawn[1]
-    assert drawn[0] != drawn[1]
+    assert first != sampled[0]
+    assert first != sampled[1]
+    assert sampled[0] != sampled[1]
     assert policy_seed(0, "one") != policy_seed(1, "one")
 
 
@@ -213,7 +213,7 @@ def test_another_vocabulary_is_refused(policy: Policy, tmp_path: Path) -> None:
     more.add_special_tokens({"additional_special_tokens": ["<think>"]})
     longer = Policy.load(str(save_model(tmp_path / "more", tokenizer=more)))
     with pytest.raises(ConfigError) as caught:
-        speak_the_same_tokens(longer, policy, top_logprobs=4)
+        same_tokenizer(longer, policy, top_logprobs=4)
     assert "'<think>' is id 16 there and absent here, the first of 1 that differ" in str(
         caught.value
     )
@@ -224,15 +224,15 @@ def test_another_vocabulary_is_refused(policy: Policy, tmp_path: Path) -> None:
     vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
     file.write_text(json.dumps(text))
     with pytest.raises(ConfigError, match=r"'7' is id 10 there and id 9 here, the first of 2"):
-        speak_the_same_tokens(Policy.load(str(folder)), policy, top_logprobs=4)
+        same_tokenizer(Policy.load(str(folder)), policy, top_logprobs=4)
 
 
-def test_ids_that_the_trained_model_lacks_are_never_drawn(policy: Policy, tmp_path: Path) -> None:
+def test_ids_that_the_trained_model_lacks_are_never_sampled(policy: Policy, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "padded", tokenizer=build_tokenizer(), rows=40)
     padded = Policy.load(str(folder), device="cpu", precision="float32")
     plain = NativeEngine(padded, seed=1).generate(make_requests(policy, num_samples=20))
-    assert max(int(c.token_ids.max()) for c in plain) >= 16, "the test needs ids that are drawn"
-    speak_the_same_tokens(padded, policy, top_logprobs=4)
+    assert max(int(c.token_ids.max()) for c in plain) >= 16, "the test needs ids that are sampled"
+    same_tokenizer(padded, policy, top_logprobs=4)
     requests = make_requests(policy, num_samples=20)
     for number, completion in enumerate(NativeEngine(padded, seed=1).generate(requests)):
         prompt = requests[number // 20].token_ids
@@ -248,14 +248,14 @@ def test_ids_that_the_trained_model_lacks_are_never_drawn(policy: Policy, tmp_pa
 def test_a_model_smaller_than_its_tokenizer_is_refused(policy: Policy, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "cut", tokenizer=build_tokenizer(), rows=12)
     with pytest.raises(ConfigError, match="embeddings for 12 ids, but its tokenizer has 16"):
-        speak_the_same_tokens(Policy.load(str(folder)), policy, top_logprobs=4)
+        same_tokenizer(Policy.load(str(folder)), policy, top_logprobs=4)
 
 
 def test_top_logprobs_that_a_second_policy_lacks_are_refused(policy: Policy, other: Policy) -> None:
     policy.model.resize_token_embeddings(32)
     with pytest.raises(ConfigError, match=r"top_logprobs = 20 is more than the 16 ids"):
-        speak_the_same_tokens(other, policy, top_logprobs=20)
-    speak_the_same_tokens(other, policy, top_logprobs=16)
+        same_tokenizer(other, policy, top_logprobs=20)
+    same_tokenizer(other, policy, top_logprobs=16)
 
 
 def tables(
@@ -340,11 +340,11 @@ def test_whose_turn_it_is_goes_on_from_step_to_step(
     run = {"rollouts_every": 1}
     result = train(tiny_folder, tmp_path, quarter, rollout=few, run=run)
     files = sorted((result.folder / "rollouts").iterdir())
-    drawn = [file.read_text().count('"policy": "other"') for file in files]
-    assert drawn == [1, 0, 1, 0, 1, 0]
+    sampled = [file.read_text().count('"policy": "other"') for file in files]
+    assert sampled == [1, 0, 1, 0, 1, 0]
 
 
-def test_a_run_can_be_drawn_by_another_model_alone(
+def test_a_run_can_be_sampled_by_another_model_alone(
     tiny_folder: Path, other_folder: Path, tmp_path: Path
 ) -> None:
     result = train(tiny_folder, tmp_path, [{"model": str(other_folder), "share": 1.0}])
@@ -356,15 +356,15 @@ def test_a_mixed_run_resumes_exactly(tiny_folder: Path, other_folder: Path, tmp_
     policies = [{"model": str(other_folder), "share": 0.3, "name": "other"}]
     whole = train(tiny_folder, tmp_path / "whole", policies)
     first = train(tiny_folder, tmp_path / "cut", policies)
-    # back to step 4: its checkpoint holds a pending batch that both policies drew
+    # back to step 4: its checkpoint holds a pending batch that both policies sampled
     checkpoint = first.folder / "checkpoints" / "step-6"
     checkpoint.rename(checkpoint.with_name(".writing-step-6"))
     config = parse_config(tables(tiny_folder, tmp_path / "cut", policies))
     session: Session = open_session(config)
     session.run.close()
     (pending,) = session.loop.pending
-    drawn_by = {c.provenance.policy for group in pending for c in group.completions}
-    assert drawn_by == {"other", str(tiny_folder)}
+    sampled_by = {c.provenance.policy for group in pending for c in group.completions}
+    assert sampled_by == {"other", str(tiny_folder)}
     again = train(tiny_folder, tmp_path / "cut", policies)
     for one, two in zip(whole.metrics, again.metrics, strict=True):
         assert {k: v for k, v in one.items() if not k.startswith("time/")} == {
@@ -385,8 +385,8 @@ def test_a_session_gives_every_policy_its_own_random_numbers(
     engine = session.engine
     assert isinstance(engine, MixedEngine)
     requests = make_requests(session.policy, num_samples=6)
-    drawn = [c.token_ids.tolist() for c in engine.trained.generate(requests)]
-    assert drawn != [c.token_ids.tolist() for c in engine.others[0].engine.generate(requests)]
+    sampled = [c.token_ids.tolist() for c in engine.trained.generate(requests)]
+    assert sampled != [c.token_ids.tolist() for c in engine.others[0].engine.generate(requests)]
 
 
 def test_a_run_with_another_vocabulary_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -412,4 +412,6 @@ def test_the_plan_lists_second_policies(
     assert main(["train", str(file), "--dry-run", "--rollout.policies.0.share=0.3"]) == 0
     printed = capsys.readouterr().out
     assert "share = 0.3" in printed
-    assert "policy      other: draws 30% at temperature 0.6, 330,496 parameters, 1.3 MiB" in printed
+    assert (
+        "policy      other: samples 30% at temperature 0.6, 330,496 parameters, 1.3 MiB" in printed
+    )

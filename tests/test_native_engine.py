@@ -70,7 +70,7 @@ def recomputed(policy: Policy, request: GenerationRequest, completion: Completio
         {"temperature": 1.2, "top_k": 6, "top_p": 0.8},
     ],
 )
-def test_behavior_logp_is_that_of_the_distribution_drawn_from(
+def test_behavior_logp_is_that_of_the_distribution_sampled_from(
     policy: Policy, options: dict[str, float]
 ) -> None:
     requests = make_requests(policy, num_samples=4, top_logprobs=5, **options)
@@ -123,7 +123,7 @@ def test_completions_end_at_a_stop_token_or_at_the_limit(policy: Policy) -> None
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
 
 
-def test_provenance_says_who_drew_the_tokens(policy: Policy) -> None:
+def test_provenance_says_who_sampled_the_tokens(policy: Policy) -> None:
     engine = NativeEngine(policy, seed=0, version=4)
     (completion, *_) = engine.generate(
         make_requests(policy, temperature=0.5, top_p=0.9, top_k=4, logprob_mode="raw")
@@ -353,7 +353,7 @@ def test_rows_enter_as_others_leave(policy: Policy, monkeypatch: pytest.MonkeyPa
     assert len(sizes) < one_group_at_a_time
 
 
-def test_a_full_cache_sends_rows_back_and_they_draw_the_same(
+def test_a_full_cache_sends_rows_back_and_they_sample_the_same(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = make_requests(policy, num_samples=4, max_tokens=20)
@@ -406,12 +406,12 @@ def test_weights_are_read_anew_for_each_generation(policy: Policy) -> None:
 def test_frequencies_of_pairs_follow_their_probabilities(
     policy: Policy, options: dict[str, float]
 ) -> None:
-    """The engine as a whole: what it draws after a prompt, and after its own first token."""
+    """The engine as a whole: what it samples after a prompt, and after its own first token."""
     count = 4000
     (request, *_) = make_requests(
         policy, num_samples=count, max_tokens=2, stop_token_ids=(), **options
     )
-    drawn = torch.stack([c.token_ids for c in NativeEngine(policy, seed=0).generate([request])])
+    sampled = torch.stack([c.token_ids for c in NativeEngine(policy, seed=0).generate([request])])
     num_tokens = len(policy.tokenizer)
     ids = torch.tensor([[*request.token_ids, token] for token in range(num_tokens)])
     with torch.no_grad():
@@ -419,7 +419,7 @@ def test_frequencies_of_pairs_follow_their_probabilities(
     first = sampling_logprobs(logits[:1, 0], request.sampling)[0].double().exp()
     second = sampling_logprobs(logits[:, 1], request.sampling).double().exp()
     expected = (first[:, None] * second).flatten() * count
-    observed = torch.bincount(drawn[:, 0] * num_tokens + drawn[:, 1], minlength=len(expected))
+    observed = torch.bincount(sampled[:, 0] * num_tokens + sampled[:, 1], minlength=len(expected))
     assert observed[expected == 0].sum() == 0
     common = expected >= 5
     rare = torch.tensor([float(expected[~common].sum())])
@@ -475,5 +475,5 @@ def test_one_token_is_enough(policy: Policy, monkeypatch: pytest.MonkeyPatch) ->
     """Where the token after the prompt is the last, no step is made: none has room reserved."""
     engine = NativeEngine(policy, seed=0)
     monkeypatch.setattr(engine._batch, "advance", None)
-    drawn = engine.generate(make_requests(policy, max_tokens=1))
-    assert {len(completion.token_ids) for completion in drawn} == {1}
+    sampled = engine.generate(make_requests(policy, max_tokens=1))
+    assert {len(completion.token_ids) for completion in sampled} == {1}

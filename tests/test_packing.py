@@ -24,7 +24,7 @@ from transformers import (
 from train_sequences import make_sequence
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.models.packing import layout as layout_module
-from trustbatch.models.packing.layout import PackedLayout, Unit
+from trustbatch.models.packing.layout import PackedLayout, Segment
 from trustbatch.models.packing.probe import has_plain_head
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_tokenizer
@@ -77,12 +77,12 @@ def make_policy(name: str) -> Policy:
 @pytest.fixture(scope="module")
 def sequences() -> list[TrainSequence]:
     """Responses of 1 to 12 tokens to prompts of 1 to 9; each advantage is a sequence's number."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     found: list[TrainSequence] = []
     for prompt_length, samples in ((3, 4), (9, 4), (5, 1), (1, 3)):
-        prompt = [draw.randrange(2, 16) for _ in range(prompt_length)]
+        prompt = [rng.randrange(2, 16) for _ in range(prompt_length)]
         for length in (1, 12, 2, 7)[:samples]:
-            response = [draw.randrange(2, 16) for _ in range(length)]
+            response = [rng.randrange(2, 16) for _ in range(length)]
             found.append(make_sequence(prompt, response, float(len(found))))
     return found
 
@@ -204,15 +204,15 @@ def test_rows_of_very_unequal_length_get_tables_of_their_own(
 
 
 def test_a_response_is_computed_behind_its_prompt() -> None:
-    layout = PackedLayout.of([Unit(3, (2, 1)), Unit(2)])
+    layout = PackedLayout.of([Segment(3, (2, 1)), Segment(2)])
     assert layout.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 0, 1]
     assert layout.starts is None
-    plain = PackedLayout.of([Unit(3), Unit(2)])
+    plain = PackedLayout.of([Segment(3), Segment(2)])
     assert plain.starts is not None
     assert plain.starts.tolist() == [0, 3, 5]
     assert plain.longest == 3
     # no copy where all units have one length
-    assert PackedLayout.of([Unit(3), Unit(3)]).padded is None
+    assert PackedLayout.of([Segment(3), Segment(3)]).padded is None
 
 
 def test_a_micro_batch_without_a_sequence_has_no_tokens_but_a_gradient() -> None:

@@ -125,7 +125,7 @@ def test_a_run_that_ray_can_not_hold_ends_before_anything_is_loaded(ray_with_gpu
 def test_a_new_actor_gets_the_gpu_of_a_hung_one_when_that_is_gone(ray_with_gpus: None) -> None:
     import ray
 
-    from trustbatch.cluster.actor_pool import Crew
+    from trustbatch.cluster.actor_pool import ActorPool
     from trustbatch.cluster.placement import Places
 
     class Member:
@@ -137,7 +137,7 @@ def test_a_new_actor_gets_the_gpu_of_a_hung_one_when_that_is_gone(ray_with_gpus:
 
     remote: Any = ray.remote(Member)
     places = Places(Bundles("engine", "cluster.engines", 2, gpus=1.0), seconds=60.0)
-    crew = Crew(
+    pool = ActorPool(
         "engine",
         lambda number: remote.options(**places.options(number)).remote(),
         size=2,
@@ -148,19 +148,19 @@ def test_a_new_actor_gets_the_gpu_of_a_hung_one_when_that_is_gone(ray_with_gpus:
     )
 
     def ask(number: int) -> tuple[int, str]:
-        return ray.get(crew.workers[number].actor.who.remote(), timeout=60)
+        return ray.get(pool.workers[number].actor.who.remote(), timeout=60)
 
     try:
         gpus = [ask(0)[1], ask(1)[1]]
         assert len(set(gpus)) == 2  # of three: a process without a place could have another one
         hung, _ = ask(1)
         os.kill(hung, signal.SIGSTOP)
-        crew.run([0, 1], lambda actor, _: actor.who.remote(), lambda *_: None)
-        assert crew.restarts == 1
+        pool.run([0, 1], lambda actor, _: actor.who.remote(), lambda *_: None)
+        assert pool.restarts == 1
         assert ask(1)[1] == gpus[1]
         assert not Path(f"/proc/{hung}").exists()
     finally:
-        crew.close()
+        pool.close()
         places.close()
 
 

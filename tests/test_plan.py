@@ -104,7 +104,7 @@ def test_the_estimate_is_what_autograd_saves_in_a_real_step(
     tiny_folder: Path, checkpointing: bool
 ) -> None:
     """On the whole model: the peak of saved bytes with the layers measured one by one."""
-    from trustbatch.models.packing.layout import PackedLayout, Unit
+    from trustbatch.models.packing.layout import PackedLayout, Segment
     from trustbatch.models.policy import Policy
 
     policy = Policy.load(str(tiny_folder), device="cpu", precision="bfloat16")
@@ -120,7 +120,7 @@ def test_the_estimate_is_what_autograd_saves_in_a_real_step(
             saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    layout = PackedLayout.of([Unit(100)] * 4)
+    layout = PackedLayout.of([Segment(100)] * 4)
     ids = torch.zeros(num_tokens, dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         policy.hidden_states(ids, layout, torch.arange(num_tokens))
@@ -142,7 +142,7 @@ def test_parts_of_one_gpu(config: Config) -> None:
     train = parts_of(estimator, "train")
     tokens, longest = 4096, 4 + 100  # a prompt such as "1+2=" has 4
     assert estimator.longest_sequence == longest
-    drawn = tokens * 100 / longest
+    sampled = tokens * 100 / longest
     saved = estimator.activations
     assert train == {
         "parameters": 4 * PARAMETERS,
@@ -151,7 +151,7 @@ def test_parts_of_one_gpu(config: Config) -> None:
         "engine's weights": 2 * (PRODUCTS + HEAD),
         "activations": tokens * (2 * saved.layer + saved.around),
         "rounded weights": 2 * PRODUCTS,
-        "log-probs": 1.5 * 4 * drawn * 16 + drawn * 128 * (4 + 4 + 2) + 4 * HEAD,
+        "log-probs": 1.5 * 4 * sampled * 16 + sampled * 128 * (4 + 4 + 2) + 4 * HEAD,
     }
     generate = parts_of(estimator, "generate")
     # 512 rows of two pages and a scratch page; the pool of the first pages grows once, by half
@@ -554,7 +554,7 @@ def test_advice_for_a_cluster_is_more_trainers(large: Config) -> None:
 
 
 class Failing:
-    """A task that fails once, while a batch is drawn."""
+    """A task that fails once, while a batch is sampled."""
 
     name = "failing"
 
@@ -574,7 +574,7 @@ class Failing:
     "error",
     [torch.OutOfMemoryError("in the words of another version"), MemoryError()],
 )
-def test_no_memory_while_drawing(tiny_folder: Path, tmp_path: Path, error: Exception) -> None:
+def test_no_memory_while_sampling(tiny_folder: Path, tmp_path: Path, error: Exception) -> None:
     sentence = (
         r"ran out in the generate phase with [\d.]+ [MG]iB in use: "
         r"it needs about [\d.]+ MiB of [\d.]+ GiB, so (set|choose) "

@@ -58,7 +58,7 @@ weight = 3
 name = "arithmetic"
 [rollout]
 dynamic_sampling = true
-max_draws = 3
+max_sampling_rounds = 3
 """
 
 
@@ -154,7 +154,7 @@ def test_a_finished_run_is_not_trained_again(tiny_folder: Path, tmp_path: Path) 
     assert len(again.metrics) == 4
 
 
-def test_a_checkpoint_that_does_not_say_how_its_batches_were_drawn(
+def test_a_checkpoint_that_does_not_say_how_its_batches_were_sampled(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     """As versions wrote it that kept only the batches."""
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_does_not_say_how_its_batches_were_drawn(
     shutil.rmtree(cut / "step-4")
     state_file, manifest_file = (cut / "step-2" / n for n in ("trainer/state.json", MANIFEST_FILE))
     state = json.loads(state_file.read_text())
-    assert state.pop("drawing") == [{}, {}]
+    assert state.pop("sampling_metrics") == [{}, {}]
     state_file.write_text(json.dumps(state))
     manifest = json.loads(manifest_file.read_text())
     write_manifest(cut / "step-2", manifest["files"] | {"trainer/state.json": seal(state_file)})
@@ -256,7 +256,7 @@ def test_the_run_folder_holds_what_it_promises(tiny_folder: Path, tmp_path: Path
         for line in (result.folder / "rollouts" / "step-000004.jsonl").read_text().splitlines()
     ]
     assert len(rows) == 4
-    # batch 4 was drawn one version earlier than the version 3 that trained on it
+    # batch 4 was sampled one version earlier than the version 3 that trained on it
     assert {row["version"] for row in rows} == {2}
     assert all(row["engine"] == "native" and row["policy"] == str(tiny_folder) for row in rows)
     assert [line["rollout/lag_mean"] for line in result.metrics] == [0.0, 1.0, 1.0, 1.0]

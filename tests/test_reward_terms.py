@@ -62,7 +62,7 @@ def test_overlong_is_the_penalty_of_dapo() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("math", {}, "no reward term 'math' .did you mean 'math'"),
+        ("maths", {}, "no reward term 'maths' .did you mean 'math'"),
         ("format", {"boxd": True}, "no option 'boxd' .did you mean 'boxed'"),
         ("task", {"task": 1}, "its options are none"),
         ("overlong", {"buffer": "long"}, r"overlong\.buffer: input should be a valid integer"),

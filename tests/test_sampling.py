@@ -7,9 +7,9 @@ from scipy import stats
 
 from trustbatch.errors import DivergedError
 from trustbatch.rollout.sampling import (
-    draw,
     refuse_divergence,
     sample_key,
+    sample_tokens,
     sampling_logprobs,
     uniforms,
 )
@@ -121,12 +121,12 @@ def test_frequencies_follow_the_recorded_probabilities(
     count = 20_000
     logits = (torch.randn(1, 9) * 1.5).expand(count, 9)
     options = params(temperature=temperature, top_k=top_k, top_p=top_p)
-    drawn = draw(logits, keys(count), 3, options)
+    sampled = sample_tokens(logits, keys(count), 3, options)
     probability = sampling_logprobs(logits[:1], options)[0].double().exp()
-    observed = torch.bincount(drawn.token_ids, minlength=9)
+    observed = torch.bincount(sampled.token_ids, minlength=9)
     possible = probability > 0
     assert observed[~possible].sum() == 0
-    torch.testing.assert_close(drawn.logp.exp().double(), probability[drawn.token_ids])
+    torch.testing.assert_close(sampled.logp.exp().double(), probability[sampled.token_ids])
     if possible.sum() > 1:
         expected = (probability[possible] / probability.sum() * count).numpy()
         assert stats.chisquare(observed[possible].numpy(), expected).pvalue > 1e-3
@@ -134,16 +134,16 @@ def test_frequencies_follow_the_recorded_probabilities(
 
 def test_zero_temperature_takes_the_best_token_with_certainty() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, -1.0, 4.9]])
-    drawn = draw(logits, keys(2), 0, params(temperature=0.0))
-    assert drawn.token_ids.tolist() == [1, 0]
-    assert drawn.logp.tolist() == [0.0, 0.0]
+    sampled = sample_tokens(logits, keys(2), 0, params(temperature=0.0))
+    assert sampled.token_ids.tolist() == [1, 0]
+    assert sampled.logp.tolist() == [0.0, 0.0]
 
 
-def test_raw_mode_records_the_untempered_distribution_but_draws_from_the_other() -> None:
+def test_raw_mode_records_the_untempered_distribution_but_samples_from_the_other() -> None:
     torch.manual_seed(0)
     logits = torch.randn(500, 7) * 2
-    processed = draw(logits, keys(500), 0, params(temperature=0.5, top_k=3))
-    raw = draw(
+    processed = sample_tokens(logits, keys(500), 0, params(temperature=0.5, top_k=3))
+    raw = sample_tokens(
         logits,
         keys(500),
         0,
@@ -156,17 +156,17 @@ def test_raw_mode_records_the_untempered_distribution_but_draws_from_the_other()
     torch.testing.assert_close(raw.top_logp.exp().sum(-1), torch.ones(500))
 
 
-def test_top_logprobs_are_the_most_likely_tokens_of_the_distribution_drawn_from() -> None:
+def test_top_logprobs_are_the_most_likely_tokens_of_the_distribution_sampled_from() -> None:
     torch.manual_seed(0)
     logits = torch.randn(10, 7)
     options = params(temperature=0.7, top_logprobs=3)
-    drawn = draw(logits, keys(10), 0, options)
+    sampled = sample_tokens(logits, keys(10), 0, options)
     everything = sampling_logprobs(logits, options)
-    assert drawn.top_logp is not None
-    assert drawn.top_token_ids is not None
-    torch.testing.assert_close(drawn.top_logp, everything.gather(-1, drawn.top_token_ids))
-    torch.testing.assert_close(drawn.top_logp, everything.sort(-1, descending=True).values[:, :3])
-    many = draw(logits, keys(10), 0, params(top_logprobs=100))
+    assert sampled.top_logp is not None
+    assert sampled.top_token_ids is not None
+    torch.testing.assert_close(sampled.top_logp, everything.gather(-1, sampled.top_token_ids))
+    torch.testing.assert_close(sampled.top_logp, everything.sort(-1, descending=True).values[:, :3])
+    many = sample_tokens(logits, keys(10), 0, params(top_logprobs=100))
     assert many.top_logp is not None
     assert many.top_logp.shape == (10, 7)
 
@@ -202,8 +202,8 @@ def test_blocks_of_the_vocabulary_find_the_most_likely_tokens(num_tokens: int) -
 
 def test_logits_that_are_not_finite_are_refused_where_they_are_read() -> None:
     logits = torch.tensor([[0.0, torch.nan, 1.0], [0.0, 1.0, 2.0]])
-    drawn = draw(logits, keys(2), 0, params(top_logprobs=2))
-    assert 0 <= int(drawn.token_ids.min()) <= int(drawn.token_ids.max()) < 3
-    refuse_divergence(drawn.logp[1:])
+    sampled = sample_tokens(logits, keys(2), 0, params(top_logprobs=2))
+    assert 0 <= int(sampled.token_ids.min()) <= int(sampled.token_ids.max()) < 3
+    refuse_divergence(sampled.logp[1:])
     with pytest.raises(DivergedError, match=r"training\.learning_rate"):
-        refuse_divergence(drawn.logp)
+        refuse_divergence(sampled.logp)

@@ -99,7 +99,7 @@ def test_weights_cost_the_trainer_and_the_engines(scripts: Any) -> None:
 
 @pytest.mark.parametrize("lag", [1, 2, 4])
 def test_several_batches_in_flight_are_bound_by_the_lag_alone(scripts: Any, lag: int) -> None:
-    # batch b starts with version b - 1 - lag, is drawn, trained, and is version b: lag + 1 steps
+    # batch b starts with version b - 1 - lag, is sampled, trained, and is version b: lag + 1 steps
     batches = equal_batches(scripts, generate=12.0, train=2.0, count=60)
     line = run(scripts, batches, lag=lag, engines=8, in_flight=lag + 1, steps=50)
     expected = max(2.0, (12.0 + 2.0) / (lag + 1))
@@ -121,12 +121,12 @@ def test_every_batch_is_trained_once_in_order_within_its_lag(
     for number in range(30):
         assert line.versions[number] == max(0, number - lag)
         assert number - line.versions[number] <= lag
-        assert line.drawn_from[number] >= versions_out[line.versions[number]]
-        assert line.drawn_from[number] <= line.mostly_drawn[number] <= line.drawn[number]
-        assert line.drawn[number] <= line.taken[number] < line.published[number]
+        assert line.sampled_from[number] >= versions_out[line.versions[number]]
+        assert line.sampled_from[number] <= line.mostly_sampled[number] <= line.sampled[number]
+        assert line.sampled[number] <= line.taken[number] < line.published[number]
         assert number == 0 or line.taken[number] >= line.published[number - 1]
-        assert number < in_flight or line.drawn_from[number] >= min(
-            line.drawn[number - in_flight : number]
+        assert number < in_flight or line.sampled_from[number] >= min(
+            line.sampled[number - in_flight : number]
         )
     assert 1 <= line.most_pending <= lag + 1
 
@@ -281,24 +281,24 @@ def test_a_sequence_is_never_divided_between_gpus(scripts: Any) -> None:
     assert [costs.batch_seconds(lengths, gpus) for gpus in (1, 2, 4)] == [60.0, 30.0, 30.0]
 
 
-def test_seeds_decide_what_is_drawn(scripts: Any) -> None:
+def test_seeds_decide_what_is_sampled(scripts: Any) -> None:
     workload = scripts.workload.scaled_workload(scripts.workload.read_lengths(), mean=4096)
     assert workload.groups.mean() == pytest.approx(4096, rel=0.001)
 
-    def drawn(seed: int, engines: int = 4) -> tuple[list[float], list[float]]:
+    def sampled(seed: int, engines: int = 4) -> tuple[list[float], list[float]]:
         batches = scripts.workload.make_batches(
             workload, count=3, batch_groups=16, engines=engines, trainers=4, seed=seed
         )
         ends = [max(chunk.seconds for chunk in batch.chunks) for batch in batches]
         return ends, [batch.train for batch in batches]
 
-    assert drawn(0) == drawn(0)
-    assert drawn(0) != drawn(1)
-    assert drawn(0)[1] == drawn(0, engines=2)[1]
+    assert sampled(0) == sampled(0)
+    assert sampled(0) != sampled(1)
+    assert sampled(0)[1] == sampled(0, engines=2)[1]
 
 
 def test_a_run_is_compared_with_its_simulation(scripts: Any) -> None:
-    # lag 1: the first step waits for batch 1; batch 2 is drawn beside training on batch 1, and so
+    # lag 1: the first step waits for batch 1; batch 2 is sampled beside training on batch 1, and so
     # on
     metrics = [
         {"time/generate_seconds": wait, "time/step_seconds": step, "reward/mean": 0.0}

@@ -20,7 +20,7 @@ from trustbatch.advantages import group_centered
 from trustbatch.batching.samples import to_sequences
 from trustbatch.config import RewardConfig
 from trustbatch.errors import ConfigError, RewardError
-from trustbatch.loops.draw import is_unequal
+from trustbatch.loops.generate import is_unequal
 from trustbatch.observe.report import write_report
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.observe.run_folder import read_metrics
@@ -145,12 +145,12 @@ def test_the_cut_are_graded_unless_told() -> None:
 
 
 def test_the_cut_can_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    drawn = [
+    sampled = [
         cut(group_of("46", "47", "46", answer="46"), 0),
         cut(group_of("46", "46", "47", answer="46"), 2),
     ]
     with scorer_of(Arithmetic(), truncated="leave_out", ungraded=-5.0) as scorer:
-        groups = scorer.score(drawn)
+        groups = scorer.score(sampled)
     first, second = (group.grades for group in groups)
     assert first[0].status is second[2].status is GradeStatus.TRUNCATED
     assert math.isnan(first[0].reward)  # not the number of reward.ungraded

@@ -219,7 +219,7 @@ def test_steps_are_counted_by_lag() -> None:
     assert (status.step, status.version) == (3, 3)
     assert status.lag_counts == {0: 4, 1: 5, 10: 3}
     assert status.one_minus_ess_by_lag == {0: 1e-9, 1: 0.2, 10: 0.3}
-    # what second policies drew is in the 1-ESS of the whole batch
+    # what second policies sampled is in the 1-ESS of the whole batch
     status = RunStatus(step=0, steps=9, version=0)
     second = {"policy/other/share": 0.5, "one_minus_ess": 0.4}
     status.add_step(1, {"rollout/completions/lag_0": 4.0} | second)
@@ -401,7 +401,7 @@ def test_a_synchronous_run_has_a_status(tiny_folder: Path, tmp_path: Path) -> No
     seconds = sum(line["time/step_seconds"] for line in result.metrics)
     tokens = sum(
         line["response/length_mean"] * 6 for line in result.metrics
-    )  # five batches are drawn, and five are trained on
+    )  # five batches are sampled, and five are trained on
     assert engine.tokens_per_second == pytest.approx(tokens / seconds)
     trained = sum(line["time/train_seconds"] for line in result.metrics)
     assert record.trainer_busy_share == pytest.approx(trained / seconds)

@@ -1,4 +1,4 @@
-"""What is no task, or no option of one, is refused with a sentence before anything is drawn."""
+"""What is no task, or no option of one, is refused with a sentence before anything is sampled."""
 
 import sys
 from pathlib import Path

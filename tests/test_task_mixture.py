@@ -27,8 +27,8 @@ OWN = Path(__file__).parent / "own_task.py"
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_part_is_ever_a_whole_turn_away_from_its_share(seed: int) -> None:
-    draw = random.Random(seed)
-    weights = [draw.randint(1, draw.choice([3, 30])) for _ in range(draw.randint(1, 7))]
+    rng = random.Random(seed)
+    weights = [rng.randint(1, rng.choice([3, 30])) for _ in range(rng.randint(1, 7))]
     shares = [Fraction(weight, sum(weights)) for weight in weights]
     order = even_order(shares) * 2
     turns = [0] * len(shares)
@@ -85,7 +85,7 @@ def test_real_data_in_any_window() -> None:
 
 
 def test_parts_with_the_same_problems_have_ids_of_their_own(tmp_path: Path) -> None:
-    """Equal ids would draw equal samples."""
+    """Equal ids would sample equal samples."""
     part = {"name": "file", "path": rows_file(tmp_path, [{"problem": "1", "answer": "1"}])}
     task = mixture([part | {"label": "a"}, part | {"label": "b"}])
     assert [task.prompt(index).id for index in range(4)] == ["a:0#0", "b:0#0", "a:0#1", "b:0#1"]

@@ -393,7 +393,7 @@ def test_gradient_is_clipped_to_the_configured_norm(
 def test_policy_temperature_rescales_the_policy(
     policy: Policy, sequences: list[TrainSequence]
 ) -> None:
-    """The rollouts were drawn at 1.3: a policy at 1.3 is on-policy, one at 1.0 is not."""
+    """The rollouts were sampled at 1.3: a policy at 1.3 is on-policy, one at 1.0 is not."""
     distrust = {}
     for temperature in (1.0, 1.3):
         trainer = make_trainer(copy.deepcopy(policy), "p3o")

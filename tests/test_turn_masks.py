@@ -44,7 +44,7 @@ def gradient_of(
 def reference(
     policy: Policy, sequences: list[TrainSequence], objective_options: dict[str, object]
 ) -> tuple[torch.Tensor, float]:
-    """The same by hand: a forward pass a sequence, and the drawn positions picked one by one."""
+    """The same by hand: a forward pass a sequence, and the sampled positions picked one by one."""
     model = copy.deepcopy(policy).model
     objective = build_objective(**objective_options)  # type: ignore[arg-type]
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in TokenBatch.__dataclass_fields__}
@@ -53,7 +53,7 @@ def reference(
         ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
         logits = model(input_ids=ids).logits[0].log_softmax(-1)
         for place, token in enumerate(completion.token_ids.tolist()):
-            if completion.drawn is not None and not completion.drawn[place]:
+            if completion.sampled is not None and not completion.sampled[place]:
                 continue
             logp = logits[len(prompt) + place - 1]
             assert completion.top_token_ids is not None
@@ -77,7 +77,7 @@ def reference(
 
 
 @pytest.mark.parametrize("objective", VARIANTS, ids=lambda o: "-".join(map(str, o.values())))
-def test_losses_and_gradients_are_those_of_the_drawn_tokens(
+def test_losses_and_gradients_are_those_of_the_sampled_tokens(
     policy: Policy,
     sequences: list[TrainSequence],
     objective: dict[str, object],
@@ -86,8 +86,8 @@ def test_losses_and_gradients_are_those_of_the_drawn_tokens(
     """By hand, whole, in small parts, with shared prompts, and in padded rows."""
     policy.model.double()
     expected, loss = reference(policy, sequences, objective)
-    num_drawn = sum(sequence.completion.num_drawn for sequence in sequences)
-    assert num_drawn < sum(len(sequence.completion.token_ids) for sequence in sequences)
+    num_sampled = sum(sequence.completion.num_sampled for sequence in sequences)
+    assert num_sampled < sum(len(sequence.completion.token_ids) for sequence in sequences)
     monkeypatch.setattr(units_module, "WORTH_SHARING", 10.0)
     unpacked = copy.deepcopy(policy)
     unpacked.packs = False
@@ -101,7 +101,7 @@ def test_losses_and_gradients_are_those_of_the_drawn_tokens(
         gradient, metrics = gradient_of(each, sequences, objective, **settings)
         torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=2e-8)
         assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-9)
-        assert metrics["tokens/count"] == num_drawn
+        assert metrics["tokens/count"] == num_sampled
 
 
 @pytest.mark.parametrize("objective", VARIANTS[-2:], ids=lambda o: str(o["name"]))
@@ -110,11 +110,11 @@ def test_what_is_recorded_of_the_environment_is_never_read(
 ) -> None:
     def spoilt(sequence: TrainSequence) -> TrainSequence:
         completion = sequence.completion
-        if completion.drawn is None:
+        if completion.sampled is None:
             return sequence
         assert completion.top_token_ids is not None
         assert completion.behavior_top_logp is not None
-        environment = ~completion.drawn
+        environment = ~completion.sampled
         changed = dataclasses.replace(
             completion,
             behavior_logp=completion.behavior_logp.masked_fill(environment, torch.nan),
@@ -135,11 +135,11 @@ def test_what_is_recorded_of_the_environment_is_never_read(
 def test_marks_that_say_nothing_change_nothing(
     policy: Policy, sequences: list[TrainSequence]
 ) -> None:
-    """All drawn by the policy, said or not said: the same bits."""
+    """All sampled by the policy, said or not said: the same bits."""
 
-    def marked(sequence: TrainSequence, drawn: torch.Tensor | None) -> TrainSequence:
+    def marked(sequence: TrainSequence, sampled: torch.Tensor | None) -> TrainSequence:
         return dataclasses.replace(
-            sequence, completion=dataclasses.replace(sequence.completion, drawn=drawn)
+            sequence, completion=dataclasses.replace(sequence.completion, sampled=sampled)
         )
 
     plain = [marked(each, None) for each in sequences]
@@ -158,8 +158,8 @@ def test_a_conversation_that_ends_with_the_environment_is_context_to_its_end(
 ) -> None:
     """No collector makes one, but a record may hold it."""
     longest = max(sequences, key=lambda sequence: len(sequence.completion.turns))
-    assert longest.completion.drawn is not None
-    last_reply = int((~longest.completion.drawn).nonzero()[-1]) + 1
+    assert longest.completion.sampled is not None
+    last_reply = int((~longest.completion.sampled).nonzero()[-1]) + 1
     cut = {
         name: getattr(longest.completion, name)[:last_reply]
         for name in (
@@ -167,11 +167,11 @@ def test_a_conversation_that_ends_with_the_environment_is_context_to_its_end(
             "behavior_logp",
             "top_token_ids",
             "behavior_top_logp",
-            "drawn",
+            "sampled",
         )
     }
     ended = dataclasses.replace(longest, completion=dataclasses.replace(longest.completion, **cut))
-    num_before = int((longest.completion.drawn[:last_reply]).nonzero()[-1]) + 1
+    num_before = int((longest.completion.sampled[:last_reply]).nonzero()[-1]) + 1
     shorter = {name: value[:num_before] for name, value in cut.items()}
     stopped = dataclasses.replace(
         longest, completion=dataclasses.replace(longest.completion, **shorter)

@@ -1,4 +1,4 @@
-"""vLLM in the fleet: real Ray, real vLLM (its CPU build), a real tiny model."""
+"""vLLM in the engine pool: real Ray, real vLLM (its CPU build), a real tiny model."""
 
 import json
 import os
@@ -23,7 +23,7 @@ STEPS = 5
 CHECKED = "canary/max_abs_logratio"
 
 
-def test_engines_with_vllm_draw_beside_the_trainer_and_survive_kills(
+def test_engines_with_vllm_sample_beside_the_trainer_and_survive_kills(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """First vLLM is killed in an engine that lives on, then an engine, with which vLLM must end."""

@@ -108,7 +108,7 @@ def ask(policy: Policy, prompt: str, num_samples: int = 4, **options: Any) -> Ge
     )
 
 
-def test_episodes_are_drawn_turn_by_turn(engine: VllmEngine) -> None:
+def test_episodes_are_sampled_turn_by_turn(engine: VllmEngine) -> None:
     """Each turn follows the whole conversation, and has random numbers of its own."""
     policy = engine.policy
     groups = episodes(policy, engine=engine, temperature=1.0)
@@ -122,7 +122,7 @@ def test_episodes_are_drawn_turn_by_turn(engine: VllmEngine) -> None:
 
 @torch.no_grad()
 def logits_of(policy: Policy, request: GenerationRequest, completion: Completion) -> torch.Tensor:
-    """Logits [n, V] that each token of a completion was drawn from, by transformers in float32."""
+    """Logits [n, V] that each token of a completion was sampled from, by transformers in float32."""
     ids = torch.tensor([[*request.token_ids, *completion.token_ids.tolist()]])
     return policy.model(input_ids=ids).logits[0, len(request.token_ids) - 1 : -1]
 
@@ -130,12 +130,12 @@ def logits_of(policy: Policy, request: GenerationRequest, completion: Completion
 def largest_difference(
     policy: Policy, request: GenerationRequest, completions: list[Completion]
 ) -> float:
-    """Between recorded log-probs and a recomputation of the distribution drawn from."""
+    """Between recorded log-probs and a recomputation of the distribution sampled from."""
     worst = 0.0
     for completion in completions:
         logp = sampling_logprobs(logits_of(policy, request, completion), request.sampling)
-        drawn = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-        worst = max(worst, float((drawn - completion.behavior_logp).abs().max()))
+        sampled = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+        worst = max(worst, float((sampled - completion.behavior_logp).abs().max()))
     return worst
 
 
@@ -147,7 +147,7 @@ def perturb(policy: Policy, seed: int) -> None:
 
 
 @pytest.mark.parametrize("options", SETTINGS)
-def test_behavior_logp_is_that_of_the_distribution_drawn_from(
+def test_behavior_logp_is_that_of_the_distribution_sampled_from(
     engine: VllmEngine, options: dict[str, float]
 ) -> None:
     for prompt in ("12+34=", "9=", LONG_PROMPT):
@@ -160,7 +160,7 @@ def test_behavior_logp_is_that_of_the_distribution_drawn_from(
 def test_tokens_come_as_often_as_their_probability_says(
     engine: VllmEngine, options: dict[str, float]
 ) -> None:
-    """Pairs of first and second token, so that the second draw is seen to be independent."""
+    """Pairs of first and second token, so that the second sample is seen to be independent."""
     policy, num_samples = engine.policy, 4000
     request = ask(policy, "55+44=", num_samples, max_tokens=2, stop_token_ids=(), **options)
     pairs = [tuple(c.token_ids.tolist()) for c in engine.generate([request])]
@@ -206,7 +206,7 @@ def test_top_logprobs_are_the_most_likely_tokens(
             torch.testing.assert_close(recorded, top, atol=1e-3, rtol=0)
 
 
-def test_draws_depend_on_seed_version_prompt_and_sample_alone(engine: VllmEngine) -> None:
+def test_samples_depend_on_seed_version_prompt_and_sample_alone(engine: VllmEngine) -> None:
     alone = engine.generate([ask(engine.policy, "9=")])
     among = engine.generate([ask(engine.policy, p, 6) for p in ("1+1=", "9=", "90-12=")])
     assert tokens(among[6:10]) == tokens(alone)
@@ -240,7 +240,7 @@ def test_a_completion_ends_with_its_stop_token_or_at_max_tokens(engine: VllmEngi
     assert {c.finish_reason for c in endless} == {FinishReason.LENGTH}
 
 
-def test_greedy_draws_the_most_likely_token_with_probability_1(engine: VllmEngine) -> None:
+def test_greedy_samples_the_most_likely_token_with_probability_1(engine: VllmEngine) -> None:
     request = ask(engine.policy, "12+34=", 1, temperature=0.0, top_logprobs=3)
     (completion,) = engine.generate([request])
     best = logits_of(engine.policy, request, completion).argmax(-1)
@@ -303,8 +303,8 @@ def test_a_server_reports_raw_logprobs_and_takes_updates(server: VllmEngine) -> 
         request = ask(policy, LONG_PROMPT, temperature=0.6, top_k=5, logprob_mode="raw")
         for completion in server.generate([request]):
             raw = torch.log_softmax(logits_of(policy, request, completion), -1)
-            drawn = raw.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-            torch.testing.assert_close(completion.behavior_logp, drawn, atol=1e-3, rtol=0)
+            sampled = raw.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+            torch.testing.assert_close(completion.behavior_logp, sampled, atol=1e-3, rtol=0)
         perturb(policy, version)
         server.load_weights(policy.named_weights(), version)
         assert server.version == version
@@ -369,7 +369,7 @@ def test_a_server_killed_mid_generation_is_an_error_at_once(server: VllmEngine) 
     timer.start()
     request = ask(server.policy, "1+1=", 512, max_tokens=500, stop_token_ids=(), logprob_mode="raw")
     start = time.monotonic()
-    with pytest.raises(EngineError, match=r"exit status -9.*draw 512 completions"):
+    with pytest.raises(EngineError, match=r"exit status -9.*sample 512 completions"):
         server.generate([request])
     assert 0.9 < time.monotonic() - start < 10
     wait_until_gone(group)
@@ -406,7 +406,7 @@ def test_a_server_ends_with_the_core_that_computes_for_it(
     sampling = SamplingParams(max_tokens=500, stop_token_ids=(), logprob_mode="raw")
     request = SampleRequest(token_ids=(1, 2, 3), seed=0, sampling=sampling)
     start = time.monotonic()
-    with pytest.raises(DeadEngineError, match="draw 512 completions"):
+    with pytest.raises(DeadEngineError, match="sample 512 completions"):
         client.generate([request] * 512, 60.0)
     assert 0.9 < time.monotonic() - start < 20
     wait_until_gone(group)
@@ -441,9 +441,9 @@ request = ask(policy, LONG_PROMPT, temperature=1.2, anchor_temperature=1.0)
 plain = ask(policy, LONG_PROMPT)
 differences = []
 for version in (0, 1):
-    drawn = engine.generate([request])
-    anchors = [replace(each, behavior_logp=each.anchor_logp) for each in drawn]
-    differences.append(largest_difference(policy, request, drawn))
+    sampled = engine.generate([request])
+    anchors = [replace(each, behavior_logp=each.anchor_logp) for each in sampled]
+    differences.append(largest_difference(policy, request, sampled))
     differences.append(largest_difference(policy, plain, anchors))
     if version == 0:
         perturb(policy, 1)
@@ -478,7 +478,7 @@ def test_two_tensor_parallel_workers_agree_and_end_with_a_killed_trainer(
     assert set(Path("/dev/shm").iterdir()) <= segments_before
 
 
-def test_a_run_trains_on_what_vllm_draws(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_run_trains_on_what_vllm_samples(tiny_folder: Path, tmp_path: Path) -> None:
     """Weights that were not updated after each step would show in the effective sample size."""
     config = parse_config(
         {

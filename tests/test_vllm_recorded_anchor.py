@@ -1,4 +1,4 @@
-"""The anchor's log-probs from real vLLM (its CPU build, in float32), beside those drawn from."""
+"""The anchor's log-probs from real vLLM (its CPU build, in float32), beside those sampled from."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -67,8 +67,8 @@ def is_the_model(
 ) -> None:
     """Both log-probs of the anchor are a recomputation's, and its tokens the most likely ones."""
     logp = torch.log_softmax(logits_of(policy, request, completion) / temperature, -1)
-    drawn = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-    torch.testing.assert_close(completion.anchor_logp, drawn, atol=1e-4, rtol=0)
+    sampled = logp.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+    torch.testing.assert_close(completion.anchor_logp, sampled, atol=1e-4, rtol=0)
     if request.sampling.top_logprobs == 0:
         assert completion.anchor_top_logp is None
         return
@@ -80,7 +80,7 @@ def is_the_model(
 
 
 @pytest.mark.parametrize("options", SETTINGS)
-def test_the_anchor_is_the_model_whatever_is_drawn_from(
+def test_the_anchor_is_the_model_whatever_is_sampled_from(
     engine: VllmEngine, options: dict[str, float]
 ) -> None:
     policy = engine.policy
@@ -191,8 +191,8 @@ def test_a_server_with_raw_log_probs_has_the_anchor_at_another_temperature(
         for completion in engine.generate([request]):
             is_the_model(policy, request, completion, temperature=1.2)
             raw = torch.log_softmax(logits_of(policy, request, completion), -1)
-            drawn = raw.gather(-1, completion.token_ids[:, None]).squeeze(-1)
-            torch.testing.assert_close(completion.behavior_logp, drawn, atol=1e-4, rtol=0)
+            sampled = raw.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+            torch.testing.assert_close(completion.behavior_logp, sampled, atol=1e-4, rtol=0)
     finally:
         engine.close()
 
@@ -211,10 +211,10 @@ def test_a_vllm_that_samples_in_another_way_is_refused(
         VllmEngine(load(long_folder), config, seed=0, anchor_temperature=1.0)
 
 
-def test_p3o_trains_at_another_temperature_on_what_vllm_draws(
+def test_p3o_trains_at_another_temperature_on_what_vllm_samples(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Each step starts at the model that drew its tokens, so that the KL to it is 0 there."""
+    """Each step starts at the model that sampled its tokens, so that the KL to it is 0 there."""
     config = parse_config(
         {
             "model": {"name": str(tiny_folder), "device": "cpu"},
@@ -236,4 +236,4 @@ def test_p3o_trains_at_another_temperature_on_what_vllm_draws(
     assert [step["step"] for step in result.metrics] == [1, 2, 3]
     for step in result.metrics:
         assert step["kl/penalty"] < 1e-6
-        assert 1e-3 < step["one_minus_ess"] < 0.5, "the ratio is to what was drawn from"
+        assert 1e-3 < step["one_minus_ess"] < 0.5, "the ratio is to what was sampled from"

@@ -40,9 +40,9 @@ def some_weights(seed: int = 0) -> list[tuple[str, Tensor]]:
     """Tensors of odd sizes, none at all and a single number of another type among them."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(3, 5), (), (7,), (0, 4), (64, 33), (1, 1, 2)]
-    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
-    drawn[1] = drawn[1].bfloat16()
-    return [(f"w{n}", tensor) for n, tensor in enumerate(drawn)]
+    sampled = [torch.randn(shape, generator=generator) for shape in shapes]
+    sampled[1] = sampled[1].bfloat16()
+    return [(f"w{n}", tensor) for n, tensor in enumerate(sampled)]
 
 
 def assert_equal(actual: list[tuple[str, Tensor]], expected: list[tuple[str, Tensor]]) -> None:
@@ -93,7 +93,7 @@ def test_versions_are_kept_until_they_are_forgotten_and_come_unchanged(
     for version in (1, 0, 2):  # an engine may be asked for any of them
         assert_equal(list(published[version].tensors()), weights[version])
     assert len(publisher._links) == 1
-    # the postbox, and gloo at both ends
+    # the rendezvous, and gloo at both ends
     assert {address for _, address in listening({os.getpid()})} <= set(LOOPBACK)
 
     publisher.forget(published[0])
@@ -112,9 +112,9 @@ def test_versions_are_kept_until_they_are_forgotten_and_come_unchanged(
 
 def test_a_trainer_that_does_not_answer_is_waited_for_no_longer_than_told() -> None:
     from trustbatch.cluster.direct import DirectPublication
-    from trustbatch.cluster.rendezvous import Postbox
+    from trustbatch.cluster.rendezvous import Rendezvous
 
-    box = Postbox.opened("127.0.0.1")
+    box = Rendezvous.opened("127.0.0.1")
     deaf = DirectPublication(box.address, version=4, layouts=(), on_gpu=False, seconds=0.3)
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"Version 4 .* did not arrive .*transfer_seconds = 0\.3"):

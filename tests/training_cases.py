@@ -15,7 +15,7 @@ from trustbatch.training.trainer import Trainer
 from trustbatch.types import GenerationRequest, SamplingParams, TrainSequence
 
 
-def draw_sequences(policy: Policy, *, engine: NativeEngine | None = None) -> list[TrainSequence]:
+def sample_sequences(policy: Policy, *, engine: NativeEngine | None = None) -> list[TrainSequence]:
     """Completions of unequal length of three prompts, with some advantages."""
     engine = engine or NativeEngine(policy, seed=0)
     sampling = SamplingParams(max_tokens=9, stop_token_ids=policy.stop_token_ids)

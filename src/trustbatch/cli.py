@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("config", help="TOML file, as for train; nothing is trained or written")
     doctor.add_argument(
-        "--tokens", type=_at_least_one, default=2048, help="drawn and recomputed, default 2048"
+        "--tokens", type=_at_least_one, default=2048, help="sampled and recomputed, default 2048"
     )
     doctor.add_argument("--json", help="file for everything that was measured")
     report = commands.add_parser("report", help="write one HTML page about some runs")
@@ -381,7 +381,7 @@ def _quickstart(folder: Path, *, steps: int, seed: int) -> int:
     console.print(table)
     console.print(
         "on-policy: fresh rollouts and one update for each, so every ratio is 1 and all objectives "
-        "take the same step.\nmismatched: rollouts drawn at T = 1.2 by a policy 4 versions old. "
+        "take the same step.\nmismatched: rollouts sampled at T = 1.2 by a policy 4 versions old. "
         "One seed each; +- is the standard error over prompts.",
         highlight=False,
     )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy, default_precision
-from trustbatch.models.vocabulary import speak_the_same_tokens
-from trustbatch.rollout.chunked_engine import EngineInParts
+from trustbatch.models.vocabulary import same_tokenizer
+from trustbatch.rollout.chunked_engine import ChunkedEngine
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, told_sampling
 from trustbatch.rollout.native.engine import NativeEngine
@@ -19,7 +19,7 @@ from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
 
 @dataclass(frozen=True)
 class Engines:
-    """What draws the completions of a run."""
+    """What samples the completions of a run."""
 
     trained: RolloutEngine
     """the trained policy alone"""
@@ -33,7 +33,7 @@ def open_engines(
     """Start the engines that [rollout] describes.
 
     With several ranks every one has a native engine on its `replica` of the policy, or the first
-    one has vLLM; all of them share what is drawn.
+    one has vLLM; all of them share what is sampled.
     """
     if num_ranks() == 1:
         second_policies = load_second_policies(config, policy)  # refused before an engine starts
@@ -72,7 +72,7 @@ def build_engine(config: Config, policy: Policy, *, version: int = 0) -> Rollout
 def _with_second_policies(
     config: Config, engine: RolloutEngine, frozen_policies: list[Policy]
 ) -> RolloutEngine:
-    """Let the policies of [[rollout.policies]] draw their shares beside the trained one."""
+    """Let the policies of [[rollout.policies]] sample their shares beside the trained one."""
     others = [
         SecondPolicy(
             name=second.policy_name,
@@ -128,11 +128,11 @@ def _build(
     )
     if rollout.prompts_per_call is None:
         return engine
-    return EngineInParts(engine, prompts_per_call=rollout.prompts_per_call)
+    return ChunkedEngine(engine, prompts_per_call=rollout.prompts_per_call)
 
 
 def recorded_anchor_temperature(config: Config) -> float | None:
-    """Return the anchor's temperature where a policy draws from another distribution, else None."""
+    """Return the anchor's temperature where a policy samples from another distribution, else None."""
     rollout = config.rollout
     trained = SamplingParams(
         max_tokens=rollout.max_tokens,
@@ -168,6 +168,6 @@ def load_second_policies(config: Config, trained: Policy) -> list[Policy]:
         except ConfigError as error:
             raise ConfigError(f"The second policy {name!r} can't be loaded: {error}") from error
         policy.name = name
-        speak_the_same_tokens(policy, trained, top_logprobs=config.rollout.top_logprobs)
+        same_tokenizer(policy, trained, top_logprobs=config.rollout.top_logprobs)
         frozen.append(policy.freeze())
     return frozen

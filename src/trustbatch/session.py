@@ -27,12 +27,12 @@ from trustbatch.training.canary_reference import CanaryNotes
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
-from trustbatch.utils.cuda_memory import let_memory_be_shared
+from trustbatch.utils.cuda_memory import enable_expandable_segments
 from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
 
 if TYPE_CHECKING:  # Ray is imported only where a run has [cluster]
-    from trustbatch.cluster.actor_pool import Crew
-    from trustbatch.cluster.engine_pool import EngineFleet
+    from trustbatch.cluster.actor_pool import ActorPool
+    from trustbatch.cluster.engine_pool import EnginePool
     from trustbatch.cluster.remote_scorer import RemoteScorer
 
 
@@ -51,9 +51,9 @@ class Session:
     scorer: GroupScorer
     evaluation: InTrainingEvaluation
     loop: LoopState
-    fleet: EngineFleet | None = None
+    engine_pool: EnginePool | None = None
     """engines in processes of their own, with [cluster]; on the first rank only"""
-    reward_crew: Crew | None = None
+    reward_pool: ActorPool | None = None
     """reward workers, likewise"""
     canary_notes: CanaryNotes | None = None
     """what those engines are checked against"""
@@ -62,18 +62,18 @@ class Session:
 
     @property
     def sampling(self) -> SamplingParams:
-        """How this run draws tokens."""
+        """How this run samples tokens."""
         return configured_sampling(self.config, self.policy)
 
     def publish(self, *, version: int) -> dict[str, float]:
-        """Give the engines the policy as a version, and see that they draw from it."""
+        """Give the engines the policy as a version, and see that they sample from it."""
         if self.canary_notes is None:
             self.engine.load_weights(self.policy.named_weights(), version=version)
             return self.canary.after_update(version=version)
         is_due = self.config.updates_per_canary and version % self.config.updates_per_canary == 0
         reference = self.canary_notes.note(version) if is_due else None
-        if self.fleet is not None:
-            self.fleet.expect(reference)
+        if self.engine_pool is not None:
+            self.engine_pool.expect(reference)
         self.engine.load_weights(self.policy.named_weights(), version=version)
         return {}
 
@@ -84,7 +84,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     With several ranks all of them open it, each holds its part, and rank 0 writes the folder.
     """
     if config.rollout.engine == "native":
-        let_memory_be_shared()
+        enable_expandable_segments()
     if task is None:
         task = configured_task(config)
     suite = configured_suite(config.evaluation)
@@ -112,17 +112,17 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         reference=reference,
     )
     loop = restore(checkpoint, trainer) if checkpoint else LoopState()
-    fleet = _open_fleet(config) if config.cluster is not None and this_rank() == 0 else None
+    engine_pool = _open_fleet(config) if config.cluster is not None and this_rank() == 0 else None
     if config.cluster is None:
         engines = open_engines(config, policy, replica, version=loop.step)
     else:
-        engines = _of_fleet(fleet, version=loop.step)
+        engines = _of_fleet(engine_pool, version=loop.step)
     scorer: GroupScorer = own_scorer
-    reward_crew = None
+    reward_pool = None
     try:
-        if fleet is not None and fleet.cluster.reward_workers:
+        if engine_pool is not None and engine_pool.cluster.reward_workers:
             scorer = _open_scorer(config, task, own_scorer)
-            reward_crew = scorer.crew
+            reward_pool = scorer.pool
         elif num_ranks() > 1 and config.cluster is None:
             scorer = SharedScorer(own_scorer)
         canary_prompts = [task.prompt(index) for index in range(NUM_PROMPTS)]
@@ -168,27 +168,27 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         scorer=scorer,
         evaluation=evaluation,
         loop=loop,
-        fleet=fleet,
-        reward_crew=reward_crew,
+        engine_pool=engine_pool,
+        reward_pool=reward_pool,
         canary_notes=notes,
     )
 
 
-def _open_fleet(config: Config) -> EngineFleet:
-    from trustbatch.cluster.engine_pool import EngineFleet
+def _open_fleet(config: Config) -> EnginePool:
+    from trustbatch.cluster.engine_pool import EnginePool
 
-    return EngineFleet(config)
+    return EnginePool(config)
 
 
-def _of_fleet(fleet: EngineFleet | None, *, version: int) -> Engines:
-    """Return the fleet as the engine of this rank; other ranks help to gather the weights."""
+def _of_fleet(engine_pool: EnginePool | None, *, version: int) -> Engines:
+    """Return the engine pool as the engine of this rank; other ranks help to gather the weights."""
     if num_ranks() == 1:
-        assert fleet is not None
-        return Engines(fleet.trained(), fleet)
-    trained = fleet.trained() if fleet is not None else None
+        assert engine_pool is not None
+        return Engines(engine_pool.trained(), engine_pool)
+    trained = engine_pool.trained() if engine_pool is not None else None
     return Engines(
         SharedEngine(trained, num_owners=1, version=version),
-        SharedEngine(fleet, num_owners=1, version=version),
+        SharedEngine(engine_pool, num_owners=1, version=version),
     )
 
 
@@ -199,7 +199,7 @@ def _open_scorer(config: Config, task: Task, own: Scorer) -> RemoteScorer:
 
 
 def configured_sampling(config: Config, policy: Policy) -> SamplingParams:
-    """Return how [rollout] says that tokens are drawn."""
+    """Return how [rollout] says that tokens are sampled."""
     rollout = config.rollout
     return SamplingParams(
         max_tokens=rollout.max_tokens,

@@ -17,7 +17,7 @@ class Prompt:
     """One problem to be answered, e.g. Prompt(id="7", text="12+34=", answer="46")."""
 
     id: str
-    """names the draw: two different draws of one problem have different ids"""
+    """names the sample: two different samples of one problem have different ids"""
     text: str
     answer: str
     task: str = ""
@@ -32,7 +32,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn from logits, applied in this order: temperature, top-k, top-p."""
+    """How tokens are sampled from logits, applied in this order: temperature, top-k, top-p."""
 
     max_tokens: int
     stop_token_ids: tuple[int, ...]
@@ -44,9 +44,9 @@ class SamplingParams:
     top_logprobs: int = 0
     """how many of the most likely tokens are recorded with their log-probs at each position"""
     logprob_mode: str = "processed"
-    """"processed" records the distribution drawn from; "raw" the untempered, untruncated one"""
+    """"processed" records the distribution sampled from; "raw" the untempered, untruncated one"""
     anchor_temperature: float | None = None
-    """the objective pulls to softmax(logits / this), whatever is drawn from; None: it does not"""
+    """the objective pulls to softmax(logits / this), whatever is sampled from; None: it does not"""
 
     @property
     def records_anchor(self) -> bool:
@@ -60,7 +60,7 @@ class SamplingParams:
 
     @property
     def of_any_length(self) -> SamplingParams:
-        """The same for all that differ in `max_tokens` alone, and so can be drawn together."""
+        """The same for all that differ in `max_tokens` alone, and so can be sampled together."""
         return replace(self, max_tokens=1)
 
 
@@ -83,7 +83,7 @@ class GenerationRequest:
 
     @property
     def samples(self) -> range:
-        """Indices of the samples to draw."""
+        """Indices of the samples to sample."""
         return range(self.first_sample, self.first_sample + self.num_samples)
 
 
@@ -91,7 +91,7 @@ class FinishReason(StrEnum):
     """Why a completion ended."""
 
     STOP = "stop"
-    """a stop token was drawn; it is the completion's last token"""
+    """a stop token was sampled; it is the completion's last token"""
     LENGTH = "length"
     """there was no room for another token: max_tokens, those of an environment included"""
     TURNS = "turns"
@@ -100,11 +100,11 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Who drew a completion's tokens, and how."""
+    """Who sampled a completion's tokens, and how."""
 
     policy: str
     version: int
-    """that drew the first token; `Completion.versions` has those after it"""
+    """that sampled the first token; `Completion.versions` has those after it"""
     engine: str
     precision: str
     temperature: float
@@ -130,7 +130,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sampled answer of n tokens, with the probability that each had when it was drawn.
+    """One sampled answer of n tokens, with the probability that each had when it was sampled.
 
     In an episode of several turns the environment's tokens lie between the policy's: they are
     context, as a prompt is, and no part of what is recorded, counted or trained on.
@@ -154,32 +154,32 @@ class Completion:
     provenance: Provenance
     text: str
     """what the policy said; in an episode, in its last turn"""
-    drawn: Tensor | None = None
-    """[n] bool, False for the environment's tokens; None: the policy drew all of them"""
+    sampled: Tensor | None = None
+    """[n] bool, False for the environment's tokens; None: the policy sampled all of them"""
     turns: tuple[Turn, ...] = ()
     """an episode's, the policy's first and last; none where the task does not answer"""
     versions: Tensor | None = None
-    """[n] int32, which version drew each token, where they differ; None: `provenance.version`"""
+    """[n] int32, which version sampled each token, where they differ; None: `provenance.version`"""
 
     @property
-    def num_drawn(self) -> int:
+    def num_sampled(self) -> int:
         """How many of the tokens are the policy's."""
-        return len(self.token_ids) if self.drawn is None else int(self.drawn.sum())
+        return len(self.token_ids) if self.sampled is None else int(self.sampled.sum())
 
     def of_policy(self, values: Tensor) -> Tensor:
         """Return the entries of a tensor [n, ...] that belong to the policy's own tokens."""
-        return values if self.drawn is None else values[self.drawn]
+        return values if self.sampled is None else values[self.sampled]
 
     @property
     def version_of_token(self) -> Tensor:
-        """[num_drawn] integer: which version drew each of the policy's own tokens."""
+        """[num_sampled] integer: which version sampled each of the policy's own tokens."""
         if self.versions is not None:
             return self.of_policy(self.versions)
-        return self.token_ids.new_full((self.num_drawn,), self.provenance.version)
+        return self.token_ids.new_full((self.num_sampled,), self.provenance.version)
 
     @property
     def all_versions(self) -> list[int]:
-        """The versions that drew it, the oldest first."""
+        """The versions that sampled it, the oldest first."""
         if self.versions is None:
             return [self.provenance.version]
         return sorted(set(self.version_of_token.tolist()))

@@ -18,8 +18,8 @@ from tests.shared_data import shared_data
 from trustbatch.cli import main
 from trustbatch.config import RolloutConfig
 from trustbatch.evaluation import evaluate
-from trustbatch.evaluation.draw import draw_records
 from trustbatch.evaluation.models import short_names
+from trustbatch.evaluation.sample import sample_records
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import TaskChoice, load_suite
 from trustbatch.models.policy import Policy
@@ -97,7 +97,7 @@ def test_the_folder_has_table_plot_results_and_every_sample(
 def test_an_evaluation_goes_on_where_it_was_stopped(
     tiny_folder: Path, tmp_path: Path, num_kept: int
 ) -> None:
-    """Also between two problems that are drawn together, and within a line."""
+    """Also between two problems that are sampled together, and within a line."""
     command = [tiny_folder, *SMALL, "--rollout.max_sequences=8"]
     for name in ("whole", "stopped"):
         assert run_eval(*command, "--output", tmp_path / name) == 0
@@ -112,8 +112,8 @@ def test_an_evaluation_goes_on_where_it_was_stopped(
         assert (stopped / file).read_text() == (whole / file).read_text(), file
 
 
-def test_what_is_done_does_not_change_which_problems_are_drawn_together(policy: Policy) -> None:
-    """Another batch could round otherwise, and draw another token."""
+def test_what_is_done_does_not_change_which_problems_are_sampled_together(policy: Policy) -> None:
+    """Another batch could round otherwise, and sample another token."""
 
     class NotingEngine(NativeEngine):
         asked: ClassVar[list[list[str]]] = []
@@ -125,11 +125,11 @@ def test_what_is_done_does_not_change_which_problems_are_drawn_together(policy: 
     task = load_suite([TaskChoice("arithmetic")], num_endless=7)[0]
     ids = [problem.id for problem in task.problems]
     settings = SamplingSettings(samples=2, max_tokens=3)
-    asked, drawn = {}, {}
+    asked, sampled = {}, {}
     for num_done in (0, 3):
         engine = NotingEngine(policy, seed=0)
         engine.asked.clear()
-        records = draw_records(
+        records = sample_records(
             engine,
             policy,
             Scorer(task.task),
@@ -139,11 +139,11 @@ def test_what_is_done_does_not_change_which_problems_are_drawn_together(policy: 
             max_turns=1,
             done=ids[:num_done],
         )
-        drawn[num_done] = [record for part in records for record in part]
+        sampled[num_done] = [record for part in records for record in part]
         asked[num_done] = list(engine.asked)
     assert [len(part) for part in asked[0]] == [2, 2, 2, 1]
     assert asked[3] == asked[0][1:]
-    assert drawn[3] == drawn[0][3:]
+    assert sampled[3] == sampled[0][3:]
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_the_longest_answer_gives_way_to_the_context_unless_it_was_asked_for(
 ) -> None:
     words = [tiny_folder, "--prompts", "2", "--samples", "1", "--output", tmp_path]
     assert run_eval(*words) == 0
-    assert "At most 122 tokens are drawn, not 4,096: the context of" in capsys.readouterr().err
+    assert "At most 122 tokens are sampled, not 4,096: the context of" in capsys.readouterr().err
     message = error_of(capsys, "eval", *words, "--max-tokens", "123")
     assert message.startswith("error: --max-tokens 123 does not fit: the context of")
     assert message.endswith("has 128 tokens, and the longest prompt 6; give at most 122.")
@@ -307,13 +307,13 @@ def test_evaluation_prompts_share_no_random_numbers_with_those_of_a_run(tmp_path
     data = tmp_path / "data.jsonl"
     data.write_text('{"id": "7", "problem": "1+1=", "answer": "2"}\n')
     suite = load_suite([TaskChoice(str(data)), TaskChoice("arithmetic")], num_endless=3)
-    drawn = [task.drawn_prompt(problem) for task in suite for problem in task.problems]
-    assert len(set(drawn)) == 4
+    sampled = [task.sampled_prompt(problem) for task in suite for problem in task.problems]
+    assert len(set(sampled)) == 4
     trained = [build_task("file", seed=0, path=str(data)), build_task("arithmetic", seed=0)]
     for task in trained:
-        # a draw ends in a number, an evaluated problem in a slash
+        # a sample ends in a number, an evaluated problem in a slash
         assert task.prompt(0).id[-1].isdigit()
-    assert all(each.startswith("evaluation/") and each.endswith("/") for each in drawn)
+    assert all(each.startswith("evaluation/") and each.endswith("/") for each in sampled)
 
 
 def test_named_tasks_come_from_a_folder_of_data() -> None:

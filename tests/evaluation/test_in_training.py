@@ -107,7 +107,7 @@ def test_a_run_is_the_same_with_and_without_evaluation(tiny_folder: Path, tmp_pa
             assert row[f"eval/{task}/pass@1_low"] <= row[f"eval/{task}/pass@1"]
             assert row[f"eval/{task}/pass@1"] <= row[f"eval/{task}/pass@3"]
             assert 0 <= row[f"eval/{task}/truncated_fraction"] <= 1
-    # another policy draws other samples
+    # another policy samples other samples
     assert len({json.dumps(row) for row in scores.values()}) > 1
 
 

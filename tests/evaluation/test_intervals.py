@@ -15,7 +15,7 @@ LIKELY = 2.5 * (0.05 * 0.95 / NUM_EVALUATIONS) ** 0.5
 def evaluations(
     difficulty: tuple[float, float], k: int, num_problems: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, float]:
-    """Scores [evaluations, problems] of problems whose difficulty is drawn, and the true score."""
+    """Scores [evaluations, problems] of problems whose difficulty is sampled, and the true score."""
     table = np.array([pass_at_k(NUM_SAMPLES, c, k) for c in range(NUM_SAMPLES + 1)])
     chances = generator.beta(*difficulty, (NUM_EVALUATIONS, num_problems))
     truth = (1 - (1 - generator.beta(*difficulty, 1_000_000)) ** k).mean()
@@ -40,11 +40,11 @@ def test_coverage_with_thirty_problems(difficulty: tuple[float, float], k: int) 
 def test_coverage_of_an_average_over_benchmarks_of_different_sizes() -> None:
     generator = np.random.default_rng(2)
     sizes = {30: (0.3, 1.5), 40: (1.0, 1.0), 120: (3.0, 1.0)}
-    drawn = [evaluations(shape, 1, size, generator) for size, shape in sizes.items()]
-    truth = np.mean([each for _, each in drawn])
+    sampled = [evaluations(shape, 1, size, generator) for size, shape in sizes.items()]
+    truth = np.mean([each for _, each in sampled])
     inside = 0
     for number in range(NUM_EVALUATIONS):
-        benchmarks = [scores[number][:, None] for scores, _ in drawn]
+        benchmarks = [scores[number][:, None] for scores, _ in sampled]
         low, high = mean_intervals(benchmarks, num_resamples=1000)[0]
         inside += low <= truth <= high
     assert inside / NUM_EVALUATIONS == pytest.approx(0.95, abs=0.025)

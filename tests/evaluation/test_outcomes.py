@@ -115,7 +115,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps({"model": "m"}))
     with pytest.raises(ConfigError, match=r"can't be read .*: delete it"):
         read_results(tmp_path)
-    open_folder(tmp_path, samples=5).close()  # nothing was drawn yet, so nothing binds
+    open_folder(tmp_path, samples=5).close()  # nothing was sampled yet, so nothing binds
     (tmp_path / "samples.jsonl").write_text('{"task": 1}\n')
     with pytest.raises(ConfigError, match=r"Line 1 of .* can't be read: remove the line"):
         open_folder(tmp_path, samples=5)

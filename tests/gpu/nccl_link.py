@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from trustbatch.cluster.rendezvous import Postbox, PostboxAddress
+from trustbatch.cluster.rendezvous import PostboxAddress, Rendezvous
 from trustbatch.weight_sync.process_group import ENGINE, TRAINER, Backend, Link
 
 HOST = "127.0.0.1"
@@ -20,7 +20,7 @@ SECONDS = 60.0
 SIZE = 2**26
 
 
-def start_engine(box: Postbox, group: str, manner: str) -> subprocess.Popen[bytes]:
+def start_engine(box: Rendezvous, group: str, manner: str) -> subprocess.Popen[bytes]:
     """Start the other end in a process that claims to be on another machine."""
     return subprocess.Popen(
         [sys.executable, __file__, str(box.address.port), group, manner],
@@ -42,7 +42,7 @@ def be_engine(port: str, group: str, manner: str) -> None:
 
 def be_trainer() -> None:
     """Send to a sound engine, to one that dies, and to a sound one again."""
-    box = Postbox.opened(HOST)
+    box = Rendezvous.opened(HOST)
     content = (torch.arange(SIZE, device="cuda") % 251).to(torch.uint8)
     for number, manner in enumerate(("sound", "dies", "sound")):
         engine = start_engine(box, f"group-{number}", manner)

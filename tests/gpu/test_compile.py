@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from trustbatch.models.packing.layout import PackedLayout, Unit
+from trustbatch.models.packing.layout import PackedLayout, Segment
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.training.layer_calls import compile_layers, recompute_layers
@@ -22,7 +22,7 @@ pytestmark = [
 
 def evaluate(policy: Policy, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states and the gradient of a weight, after a pass without gradient."""
-    layout: PackedLayout = PackedLayout.of([Unit(length) for length in lengths]).to(policy.device)
+    layout: PackedLayout = PackedLayout.of([Segment(length) for length in lengths]).to(policy.device)
     at = torch.arange(sum(lengths), device=policy.device)
     ids = 2 + at % 10
     with torch.no_grad():

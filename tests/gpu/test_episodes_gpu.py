@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 
-def test_every_turn_was_drawn_after_the_whole_conversation(tiny_folder: Path) -> None:
+def test_every_turn_was_sampled_after_the_whole_conversation(tiny_folder: Path) -> None:
     policy = Policy.load(str(tiny_folder), device="cuda", precision="float32")
     engine = NativeEngine(policy, seed=0, max_sequences=16)
     groups = episodes(policy, engine=engine, temperature=1.0)
@@ -27,7 +27,7 @@ def test_every_turn_was_drawn_after_the_whole_conversation(tiny_folder: Path) ->
         sequences, max_tokens=10_000, pad_token_id=policy.pad_token_id, packs=policy.packs
     )
     batch = batch.to(policy.device)
-    assert len(batch.target) == sum(sequence.completion.num_drawn for sequence in sequences)
+    assert len(batch.target) == sum(sequence.completion.num_sampled for sequence in sequences)
     with torch.no_grad():
         logp = token_logprobs(policy, batch, temperature=1.0).logp
     torch.testing.assert_close(logp, batch.behavior_logp, rtol=0, atol=1e-3)

@@ -65,7 +65,7 @@ def test_recorded_log_probs(policy: Policy, options: dict[str, float]) -> None:
     "options", [{"temperature": 0.6}, {"temperature": 1.2}, {"top_k": 3}, {"top_p": 0.7}]
 )
 def test_recorded_anchor(policy: Policy, options: dict[str, float]) -> None:
-    """The model's own distribution beside the one drawn from, in eager and in recorded steps."""
+    """The model's own distribution beside the one sampled from, in eager and in recorded steps."""
     requests = ask(policy, top_logprobs=5, anchor_temperature=1.0, **options)
     plain = ask(policy)
     without = NativeEngine(policy, seed=0).generate(ask(policy, top_logprobs=5, **options))
@@ -89,12 +89,12 @@ def test_recorded_anchor(policy: Policy, options: dict[str, float]) -> None:
 def test_frequencies_of_eager_and_of_recorded_steps(
     policy: Policy, options: dict[str, float]
 ) -> None:
-    """The first token is drawn after the prompt, the second in a recorded graph."""
+    """The first token is sampled after the prompt, the second in a recorded graph."""
     (request, *_) = ask(policy, num_samples=8192, max_tokens=2, stop_token_ids=(), **options)
-    drawn = NativeEngine(policy, seed=0).generate([request])
-    tokens = torch.stack([completion.token_ids for completion in drawn])
+    sampled = NativeEngine(policy, seed=0).generate([request])
+    tokens = torch.stack([completion.token_ids for completion in sampled])
     favorite = int(tokens[:, 0].mode().values)
-    example = next(c for c in drawn if int(c.token_ids[0]) == favorite)
+    example = next(c for c in sampled if int(c.token_ids[0]) == favorite)
     first, second = recomputed(policy, request, example).double().exp()
     for observed, probability in (
         (tokens[:, 0], first),

@@ -10,7 +10,7 @@ from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.models.packing import attention as attention_module
 from trustbatch.models.packing import layout as layout_module
 from trustbatch.models.packing.attention import packed_attention
-from trustbatch.models.packing.layout import PackedLayout, Unit
+from trustbatch.models.packing.layout import PackedLayout, Segment
 from trustbatch.models.policy import Policy
 from trustbatch.training.logprobs import token_logprobs
 from trustbatch.types import Completion, FinishReason, Provenance, TrainSequence
@@ -53,7 +53,7 @@ def test_attention_and_its_gradient(
     dtype: torch.dtype, one_by_one: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout_module, "LONG_SEQUENCE", 1 if one_by_one else 10**9)
-    layout: PackedLayout = PackedLayout.of([Unit(n) for n in LENGTHS]).to(torch.device("cuda"))
+    layout: PackedLayout = PackedLayout.of([Segment(n) for n in LENGTHS]).to(torch.device("cuda"))
     torch.manual_seed(0)
     tensors = [
         torch.randn(1, heads, sum(LENGTHS), 64, device="cuda", dtype=dtype).requires_grad_()

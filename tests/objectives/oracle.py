@@ -186,10 +186,10 @@ def random_tokens(
     vocabulary: int = 7,
     top: int = 3,
 ) -> Tokens:
-    """Tokens drawn by a behavior policy, with every optional field, all from true distributions.
+    """Tokens sampled by a behavior policy, with every optional field, all from true distributions.
 
-    `spread` is how far the policy's logits are from the behavior policy's, which was drawn from at
-    temperature 1.3: the anchor is what it was before.
+    `spread` is how far the policy's logits are from the behavior policy's, which was sampled from
+    at temperature 1.3: the anchor is what it was before.
     """
     rng = np.random.default_rng(seed)
     count = sum(lengths)
@@ -199,21 +199,21 @@ def random_tokens(
     proximal = log_softmax(policy + proximal_spread * rng.normal(size=base.shape))
     reference = log_softmax(base + 0.5 * rng.normal(size=base.shape))
     rows = np.arange(count)
-    drawn = np.array([rng.choice(vocabulary, p=np.exp(b)) for b in behavior], dtype=np.int64)
+    sampled = np.array([rng.choice(vocabulary, p=np.exp(b)) for b in behavior], dtype=np.int64)
     likely = np.argsort(-behavior, axis=1)[:, :top]
     ids = rng.permutation(10 * len(lengths))[: len(lengths)]  # ids need not be 0, 1, 2, ...
     return Tokens(
-        logp=policy[rows, drawn],
-        behavior_logp=behavior[rows, drawn],
+        logp=policy[rows, sampled],
+        behavior_logp=behavior[rows, sampled],
         advantage=np.repeat(rng.normal(size=len(lengths)), lengths),
         sequence=np.repeat(ids, lengths).astype(np.int64),
-        proximal_logp=proximal[rows, drawn],
-        reference_logp=reference[rows, drawn],
+        proximal_logp=proximal[rows, sampled],
+        reference_logp=reference[rows, sampled],
         entropy=-(np.exp(policy) * policy).sum(axis=1),
         top_logp=np.take_along_axis(policy, likely, axis=1),
         behavior_top_logp=np.take_along_axis(behavior, likely, axis=1),
         proximal_top_logp=np.take_along_axis(proximal, likely, axis=1),
-        anchor_logp=anchor[rows, drawn],
+        anchor_logp=anchor[rows, sampled],
         anchor_top_logp=np.take_along_axis(anchor, likely, axis=1),
         source=rng.integers(3, 5, size=count),  # two sources, whose numbers need not begin at 0
     )

@@ -81,7 +81,7 @@ def test_p3o_gradient_by_hand() -> None:
 
 
 def test_p3o_pulls_to_the_model_and_not_to_the_sampler() -> None:
-    # The tokens above, drawn by 1/4; the model itself had 3/4 and 1/8: r, e and the caps stay.
+    # The tokens above, sampled by 1/4; the model itself had 3/4 and 1/8: r, e and the caps stay.
     # importance: r x with x = log(pi / model). Token 0: x = 0, no pull at all.
     # Token 1: pi = 1/4, model = 1/8, x = log 2: 0.4 + 0.2 * log(2) / 2
     tokens = Tokens(

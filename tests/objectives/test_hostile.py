@@ -275,24 +275,24 @@ def test_the_reference_penalty_pulls_back_at_any_distance() -> None:
 def test_a_finite_but_absurd_log_ratio_is_bounded_too(distance: float, dtype: torch.dtype) -> None:
     """Engines fill masked log-probs with -1e9, -1e30 or the lowest float: l is finite, so the token
     stays, and its ratio is exp(+-60) as for any other l beyond the bound."""
-    # l = +distance, a token that the behavior policy could not have drawn
-    undrawable = Tokens(
+    # l = +distance, a token that the behavior policy could not have sampled
+    unsampled = Tokens(
         logp=np.array([-1.0, -1.0]),
         behavior_logp=np.array([-distance, -1.0]),
         advantage=np.ones(2),
         sequence=np.arange(2),
     )
-    batch, output = run("cispo", undrawable, dtype)
+    batch, output = run("cispo", unsampled, dtype)
     assert_allclose(gradient(batch.logp), [-1.28 / 2, -1 / 2], rtol=1e-6)
     assert finished(output)["ratio/max"] == pytest.approx(exp(60), rel=1e-3)
-    batch, output = run("p3o", undrawable, dtype)  # pulled back by (1 - e) r x / N, e = 1/2
+    batch, output = run("p3o", unsampled, dtype)  # pulled back by (1 - e) r x / N, e = 1/2
     assert_finite(batch, output.loss)
     assert gradient(batch.logp)[0] >= 0.25 * 59 * exp(60)
     # l = -distance, a token that the policy has given up: r = exp(-60), nothing to learn from it
     given_up = replace(
-        undrawable,
-        logp=undrawable.behavior_logp,
-        behavior_logp=undrawable.logp,
+        unsampled,
+        logp=unsampled.behavior_logp,
+        behavior_logp=unsampled.logp,
         advantage=-np.ones(2),
     )
     for name in ("grpo", "cispo", "p3o"):

@@ -12,7 +12,7 @@ from oracle import Tokens
 
 
 def by_hand() -> Tokens:
-    """Two sequences of two tokens, all drawn with 1/4: r = 2, 1 and 1, 1; prox had 1/4 of each."""
+    """Two sequences of two tokens, all sampled with 1/4: r = 2, 1 and 1, 1; prox had 1/4 of each."""
     return Tokens(
         logp=np.log([2 / 4, 1 / 4, 1 / 4, 1 / 4]),
         behavior_logp=np.log([1 / 4] * 4),
@@ -57,7 +57,7 @@ def test_the_pull_is_never_stronger_than_the_advantage() -> None:
 
 
 def test_mass_that_leaves_the_support_is_seen_where_the_effective_sample_size_is_blind() -> None:
-    # every ratio falls alike, as where top-p never draws what gains
+    # every ratio falls alike, as where top-p never samples what gains
     tokens = by_hand()
     tokens = replace(tokens, logp=tokens.behavior_logp + log(0.8))
     values = finished(run("pact", tokens)[1])

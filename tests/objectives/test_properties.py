@@ -355,15 +355,15 @@ def whole_vocabulary_step(
     So the mean over the step's tokens is the expectation under pi_b = counts / sum(counts).
     """
     behavior = np.array(counts) / sum(counts)
-    drawn = torch.tensor(np.repeat(np.arange(len(counts)), counts))
+    sampled = torch.tensor(np.repeat(np.arange(len(counts)), counts))
     policy = logits.log_softmax(-1)
-    rows = torch.ones(len(drawn), 1, dtype=torch.float64)
+    rows = torch.ones(len(sampled), 1, dtype=torch.float64)
     batch = TokenBatch(
-        logp=policy[drawn],
-        behavior_logp=torch.tensor(np.log(behavior))[drawn],
-        advantage=torch.zeros(len(drawn), dtype=torch.float64),
-        sequence=torch.arange(len(drawn)),
-        proximal_logp=torch.tensor(np.log(proximal))[drawn],
+        logp=policy[sampled],
+        behavior_logp=torch.tensor(np.log(behavior))[sampled],
+        advantage=torch.zeros(len(sampled), dtype=torch.float64),
+        sequence=torch.arange(len(sampled)),
+        proximal_logp=torch.tensor(np.log(proximal))[sampled],
         top_logp=rows * policy,
         behavior_top_logp=rows * torch.tensor(np.log(behavior)),
         proximal_top_logp=rows * torch.tensor(np.log(proximal)),

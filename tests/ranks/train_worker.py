@@ -95,7 +95,7 @@ def make_batches(policy: Policy) -> list[list[TrainSequence]]:
     sequences = [
         TrainSequence(
             prompt_token_ids=requests[number // 5].token_ids,
-            completion=drawn_at(completion, version=number % 3),
+            completion=sampled_at(completion, version=number % 3),
             advantage=math.sin(number),
         )
         for number, completion in enumerate(completions)
@@ -103,8 +103,8 @@ def make_batches(policy: Policy) -> list[list[TrainSequence]]:
     return [sequences, sequences[3:4], sequences[4:9]]
 
 
-def drawn_at(completion: Completion, *, version: int) -> Completion:
-    """Say of a completion that another version drew it."""
+def sampled_at(completion: Completion, *, version: int) -> Completion:
+    """Say of a completion that another version sampled it."""
     return replace(completion, provenance=replace(completion.provenance, version=version))
 
 

@@ -7,12 +7,14 @@ too few gets empty ones. Bins of one round cost nearly the same, since all wait 
 
 from collections.abc import Sequence
 
-from trustbatch.batching.units import TrainUnit
+from trustbatch.batching.units import SharedPromptGroup
 
-Bin = list[TrainUnit]
+Bin = list[SharedPromptGroup]
 
 
-def packed_bins(units: Sequence[TrainUnit], *, max_tokens: int, num_ranks: int) -> list[Bin]:
+def packed_bins(
+    units: Sequence[SharedPromptGroup], *, max_tokens: int, num_ranks: int
+) -> list[Bin]:
     """Fill the fewest bins of at most `max_tokens`, at equal cost where the tokens allow it.
 
     Units come longest first; one that is longer than a bin gets a bin of its own.
@@ -22,7 +24,7 @@ def packed_bins(units: Sequence[TrainUnit], *, max_tokens: int, num_ranks: int) 
     return even if even is not None else full
 
 
-def padded_bins(units: Sequence[TrainUnit], *, max_tokens: int) -> list[Bin]:
+def padded_bins(units: Sequence[SharedPromptGroup], *, max_tokens: int) -> list[Bin]:
     """Put neighbors in length together, at most `max_tokens` in each bin with padding."""
     bins: list[Bin] = []
     for unit in units:
@@ -53,11 +55,11 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _cost(units: Sequence[TrainUnit]) -> float:
+def _cost(units: Sequence[SharedPromptGroup]) -> float:
     return sum(unit.cost for unit in units)
 
 
-def _first_fit(units: Sequence[TrainUnit], max_tokens: int) -> list[Bin]:
+def _first_fit(units: Sequence[SharedPromptGroup], max_tokens: int) -> list[Bin]:
     """First-fit decreasing: at most 11/9 of the fewest bins possible, and nearly always fewer."""
     bins: list[Bin] = []
     used: list[int] = []
@@ -73,7 +75,7 @@ def _first_fit(units: Sequence[TrainUnit], max_tokens: int) -> list[Bin]:
     return bins
 
 
-def _spread(units: Sequence[TrainUnit], max_tokens: int, num_bins: int) -> list[Bin] | None:
+def _spread(units: Sequence[SharedPromptGroup], max_tokens: int, num_bins: int) -> list[Bin] | None:
     """Put each unit where there is least to do so far; None where one finds no room."""
     bins: list[Bin] = [[] for _ in range(num_bins)]
     used, cost = [0] * num_bins, [0.0] * num_bins

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trustbatch.batching.division import Bin, bins_of_rank, packed_bins, padded_bins
-from trustbatch.batching.units import TrainUnit, units_of
-from trustbatch.models.packing.layout import PackedLayout, Unit, ranges
+from trustbatch.batching.units import SharedPromptGroup, units_of
+from trustbatch.models.packing.layout import PackedLayout, Segment, ranges
 from trustbatch.types import Completion, TrainSequence
 
 
@@ -20,10 +20,11 @@ from trustbatch.types import Completion, TrainSequence
 class MicroBatch:
     """Input tokens, and where the outputs that predict its T response tokens are.
 
-    Response tokens are those that the policy drew; an environment's between them are input alone.
-    The last token of a response predicts nothing and is no input. Example: prompt [5, 6] with
-    response [7, 8] is the input [5, 6, 7], whose places 1 and 2 predict 7 and 8. Where a second
-    response [9, 7] shares the prompt, the input is [5, 6, 7, 9]; places 1 and 3 predict 9 and 7.
+    Response tokens are those that the policy sampled; an environment's between them are input
+    alone. The last token of a response predicts nothing and is no input. Example: prompt [5, 6]
+    with response [7, 8] is the input [5, 6, 7], whose places 1 and 2 predict 7 and 8. Where a
+    second response [9, 7] shares the prompt, the input is [5, 6, 7, 9]; places 1 and 3 predict 9
+    and 7.
     """
 
     input_ids: Tensor
@@ -49,7 +50,7 @@ class MicroBatch:
     anchor_top_logp: Tensor | None
     """[T, K]"""
     policies: tuple[str, ...]
-    """who drew each sequence"""
+    """who sampled each sequence"""
     version: Tensor
     """[T] and with which version of its weights, for each token"""
     source: Tensor
@@ -114,7 +115,7 @@ def _lay_out(
     if pad_token_id is None:
         inputs = [part for unit in units for part in _inputs(unit)]
         input_ids = torch.cat(inputs) if inputs else torch.zeros(1, dtype=torch.int64)
-        packed = PackedLayout.of([unit.shape for unit in units] or [Unit(1)])
+        packed = PackedLayout.of([unit.shape for unit in units] or [Segment(1)])
         begins = _begins([unit.num_tokens for unit in units])
     else:
         rows = [torch.cat(_inputs(unit)) for unit in units] or [torch.tensor([pad_token_id])]
@@ -122,7 +123,9 @@ def _lay_out(
             rows, batch_first=True, padding_value=pad_token_id
         )
         begins = [row * input_ids.shape[1] for row in range(len(units))]
-    lengths = torch.tensor([completion.num_drawn for completion in completions], dtype=torch.int64)
+    lengths = torch.tensor(
+        [completion.num_sampled for completion in completions], dtype=torch.int64
+    )
     advantage = torch.tensor([sequence.advantage for sequence in sequences], dtype=torch.float32)
     none = torch.zeros(0)
     return MicroBatch(
@@ -146,17 +149,17 @@ def _lay_out(
 
 
 def _pairs(sequences: Sequence[TrainSequence]) -> list[tuple[str, int]]:
-    """Return who drew tokens of the sequences, each policy and version once, in order."""
+    """Return who sampled tokens of the sequences, each policy and version once, in order."""
     completions = [sequence.completion for sequence in sequences]
     return sorted({(c.provenance.policy, v) for c in completions for v in c.all_versions})
 
 
 def _source(completion: Completion, sources: Mapping[tuple[str, int], int]) -> Tensor:
-    """Return the number of each token's policy and version [num_drawn]."""
+    """Return the number of each token's policy and version [num_sampled]."""
     policy = completion.provenance.policy
     if completion.versions is None:
         number = sources[policy, completion.provenance.version]
-        return torch.full((completion.num_drawn,), number)
+        return torch.full((completion.num_sampled,), number)
     versions = completion.version_of_token
     return torch.tensor([sources[policy, version] for version in versions.tolist()])
 
@@ -169,12 +172,12 @@ def _begins(lengths: Sequence[int]) -> list[int]:
     return begins[:-1]
 
 
-def _inputs(unit: TrainUnit) -> list[Tensor]:
+def _inputs(unit: SharedPromptGroup) -> list[Tensor]:
     prompt = torch.tensor(unit.sequences[0].prompt_token_ids)
     return [prompt, *(sequence.completion.token_ids[:-1] for sequence in unit.sequences)]
 
 
-def _index(units: Sequence[TrainUnit], begins: Sequence[int]) -> Tensor:
+def _index(units: Sequence[SharedPromptGroup], begins: Sequence[int]) -> Tensor:
     """Return the places that predict the response tokens; the first is the prompt's last."""
     completions: list[Completion] = []
     starts: list[int] = []
@@ -189,7 +192,7 @@ def _index(units: Sequence[TrainUnit], begins: Sequence[int]) -> Tensor:
             response += length
             completions.append(sequence.completion)
     places = ranges(starts, lengths)
-    if all(completion.drawn is None for completion in completions):
+    if all(completion.sampled is None for completion in completions):
         return places
     own = places.split([len(completion.token_ids) for completion in completions])
     return torch.cat([each.of_policy(part) for each, part in zip(completions, own, strict=True)])
@@ -206,7 +209,7 @@ def _cat(
 
 
 def _anchors(completions: Sequence[Completion], what: str, *width: int) -> Tensor:
-    """Put the anchor's [n, *width] end to end; who recorded none was drawn from it."""
+    """Put the anchor's [n, *width] end to end; who recorded none was sampled from it."""
     parts = [torch.zeros(0, *width)]
     for each in completions:
         anchor = getattr(each, f"anchor_{what}")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from trustbatch.models.packing.layout import Unit
+from trustbatch.models.packing.layout import Segment
 from trustbatch.types import TrainSequence
 
 WORTH_SHARING = 0.9
@@ -16,17 +16,21 @@ ATTENTION_CATCHES_UP = 16384
 
 
 @dataclass(frozen=True)
-class TrainUnit:
+class SharedPromptGroup:
     """One sequence, or several that share their prompt; a response's last token is no input."""
 
     sequences: tuple[TrainSequence, ...]
 
     @cached_property
-    def shape(self) -> Unit:
+    def shape(self) -> Segment:
         """Its input tokens, as the attention sees them."""
         prompt = len(self.sequences[0].prompt_token_ids)
         responses = [len(each.completion.token_ids) - 1 for each in self.sequences]
-        return Unit(prompt, tuple(responses)) if len(responses) > 1 else Unit(prompt + responses[0])
+        return (
+            Segment(prompt, tuple(responses))
+            if len(responses) > 1
+            else Segment(prompt + responses[0])
+        )
 
     @cached_property
     def num_tokens(self) -> int:
@@ -47,14 +51,14 @@ class TrainUnit:
 
 def units_of(
     sequences: Sequence[TrainSequence], *, may_share_prompts: bool, max_tokens: int
-) -> list[TrainUnit]:
+) -> list[SharedPromptGroup]:
     """Form units of at most `max_tokens`, longest first; a sequence is never cut."""
     by_prompt: dict[tuple[int, ...], list[TrainSequence]] = {}
     for number, sequence in enumerate(sequences):
         key = sequence.prompt_token_ids if may_share_prompts else (number,)
         by_prompt.setdefault(key, []).append(sequence)
     units = [
-        TrainUnit(tuple(part))
+        SharedPromptGroup(tuple(part))
         for group in by_prompt.values()
         for part in (_cut(group, max_tokens) if _sharing_pays(group) else [[s] for s in group])
     ]

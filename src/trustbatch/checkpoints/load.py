@@ -26,7 +26,7 @@ from trustbatch.models.policy import Policy
 from trustbatch.observe.progress import LiveLine
 from trustbatch.rollout.records import group_from_record
 from trustbatch.training.trainer import Trainer
-from trustbatch.utils.distributed import from_rank_zero, gathered, this_rank
+from trustbatch.utils.distributed import all_gather, from_rank_zero, this_rank
 
 TRAINER_FOLDER, STATE_FILE, PENDING_FILE = "trainer", "state.json", "pending_rollouts.jsonl"
 SPARE_FILE = "spare_rollouts.jsonl"
@@ -89,8 +89,8 @@ def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
             step=int(state["step"]),
             num_prompts=int(state["num_prompts"]),
             pending=deque(pending),
-            # how older versions of this package drew them is not known
-            drawing=deque(state.get("drawing", [{} for _ in pending])),
+            # how older versions of this package sampled them is not known
+            sampling_metrics=deque(state.get("sampling_metrics", [{} for _ in pending])),
             spare=[group_from_record(json.loads(line)) for line in lines],
             task=dict(state["task"]),
         )
@@ -128,7 +128,7 @@ def frozen_sum(policy: Policy) -> float:
         if not p.requires_grad
     ]
     is_divided = any(isinstance(p, DTensor) for p in policy.model.parameters())
-    return math.fsum(gathered(math.fsum(parts)) if is_divided else parts)
+    return math.fsum(all_gather(math.fsum(parts)) if is_divided else parts)
 
 
 def optimizer_state_of(trainer: Trainer) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ class Checkpointer:
                 "step": loop.step,
                 "num_prompts": loop.num_prompts,
                 "task": copy.deepcopy(loop.task),
-                "drawing": list(loop.drawing),
+                "sampling_metrics": list(loop.sampling_metrics),
                 "model": trainer.policy.name,
                 "frozen_sum": frozen_sum(trainer.policy),
                 "num_optimizer_steps": trainer.num_optimizer_steps,

@@ -1,4 +1,4 @@
-"""A crew: actors of one kind that work off a list of chunks, whoever of them dies meanwhile."""
+"""A pool: actors of one kind that work off a list of chunks, whoever of them dies meanwhile."""
 
 import logging
 import threading
@@ -24,12 +24,12 @@ LOSSES = (*DEATHS, ObjectLostError, DeadEngineError)
 
 
 class Stopped(TrustbatchError):
-    """The crew was closed while it worked."""
+    """The pool was closed while it worked."""
 
 
 @dataclass
 class Worker:
-    """One place in a crew: the actor that has it now, and what became of those before."""
+    """One place in a pool: the actor that has it now, and what became of those before."""
 
     kind: str
     number: int
@@ -41,7 +41,7 @@ class Worker:
     since: float = 0.0
     busy_seconds: float = 0.0
     notes: dict[str, float] = field(default_factory=dict)
-    """what the owner of the crew counts for it"""
+    """what the owner of the pool counts for it"""
 
     @property
     def name(self) -> str:
@@ -53,14 +53,14 @@ Work = Callable[[Any, Any], Any]
 Note = Callable[[Worker, Any], None]
 
 
-class Crew:
+class ActorPool:
     """Deals chunks of work to idle actors and puts the results back in order.
 
     An actor that dies, is silent beyond its deadline, or has lost a process of its own without
     which it can't work, is replaced by a new one, and its chunk is queued again, once for each
     death: before all others, since they waited for less. A chunk whose actors die more than
     `max_restarts` times ends the run. Other errors that the work itself raises are raised here.
-    `part_from` is told of each actor that is replaced.
+    `drop_engine` is told of each actor that is replaced.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Crew:
         work_seconds: float,
         max_restarts: int,
         deadline_key: str,
-        part_from: Callable[[Any], None] = lambda actor: None,
+        drop_engine: Callable[[Any], None] = lambda actor: None,
     ) -> None:
         self.kind = kind
         self._start = start
@@ -81,7 +81,7 @@ class Crew:
         self.work_seconds = work_seconds
         self.max_restarts = max_restarts
         self.deadline_key = deadline_key
-        self._part_from = part_from
+        self._part_from = drop_engine
         self.last_death = ""
         """who had to be replaced last, and why"""
         self.died = 0.0

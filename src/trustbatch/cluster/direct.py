@@ -1,7 +1,7 @@
 """Direct weight transfer: from the first trainer's device to an engine's, without a stop between.
 
 The first trainer keeps a copy of each version that may still be asked for, where its weights lie.
-An engine that needs a version asks for it through the trainer's postbox, and a thread sends it
+An engine that needs a version asks for it through the trainer's rendezvous, and a thread sends it
 through a link between the two, while the trainer goes on.
 """
 
@@ -18,7 +18,13 @@ import torch
 
 from trustbatch.cluster.publications import Weights
 from trustbatch.cluster.receiver import gpu_name, receiver_at
-from trustbatch.cluster.rendezvous import PATIENCE, Answer, Ask, Postbox, PostboxAddress
+from trustbatch.cluster.rendezvous import (
+    PATIENCE,
+    PostboxAddress,
+    Rendezvous,
+    TransferReply,
+    TransferRequest,
+)
 from trustbatch.weight_sync.buckets import Bucket, BucketLayout, packed
 from trustbatch.weight_sync.process_group import TRAINER, Backend, Link
 
@@ -76,7 +82,7 @@ class DirectPublisher:
         self.seconds = seconds
         self.dtype = dtype
         """what engines round the weights to, where that is one type for all"""
-        self._box = Postbox.opened(ray.util.get_node_ip_address())
+        self._box = Rendezvous.opened(ray.util.get_node_ip_address())
         self._live: dict[int, _LiveVersion] = {}
         self._links: dict[str, tuple[str, Link]] = {}
         """name and link, by engine"""
@@ -111,7 +117,7 @@ class DirectPublisher:
         with self._changing:
             self._live.pop(publication.version, None)
 
-    def part_from(self, engine: str) -> None:
+    def drop_engine(self, engine: str) -> None:
         """Break off what is being sent to an engine that is no more."""
         with self._changing:
             _, link = self._links.pop(engine, ("", None))
@@ -125,7 +131,7 @@ class DirectPublisher:
         self._box.close()
         self._thread.join(CLOSE_SECONDS)
         for engine in list(self._links):
-            self.part_from(engine)
+            self.drop_engine(engine)
         with self._changing:
             self._live.clear()
 
@@ -135,7 +141,7 @@ class DirectPublisher:
         while (ask := box.next_ask()) is not None:
             threading.Thread(target=self._serve, args=(ask,), daemon=True).start()
 
-    def _serve(self, ask: Ask) -> None:
+    def _serve(self, ask: TransferRequest) -> None:
         deadline = time.monotonic() + self.seconds
         link = None
         try:
@@ -174,11 +180,11 @@ class DirectPublisher:
                 del self._links[engine]
         link.break_off()
 
-    def _refuse(self, ask: Ask) -> None:
+    def _refuse(self, ask: TransferRequest) -> None:
         why = f"Version {ask.version} of the weights was asked for after it was forgotten."
-        self._box.address.reached(self.seconds).answer(ask, Answer(refusal=why))
+        self._box.address.reached(self.seconds).answer(ask, TransferReply(refusal=why))
 
-    def _linked(self, ask: Ask, device: torch.device) -> Link:
+    def _linked(self, ask: TransferRequest, device: torch.device) -> Link:
         """Agree with an engine on the link between the two, which may have to be made."""
         box = self._box.address.reached(self.seconds)
         with self._changing:
@@ -186,10 +192,10 @@ class DirectPublisher:
             self._num_links += 1
             new_name = f"link/{self._num_links}"
         if link is not None and name == ask.group:
-            box.answer(ask, Answer(name, link.backend))
+            box.answer(ask, TransferReply(name, link.backend))
             return link
         backend = _backend(device, ask.gpu)
-        box.answer(ask, Answer(new_name, backend))
+        box.answer(ask, TransferReply(new_name, backend))
         link = Link(
             box.meeting(new_name),
             TRAINER,

@@ -18,37 +18,37 @@ from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.session import load_model
 from trustbatch.training.canary_reference import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
-from trustbatch.utils.cuda_memory import let_memory_be_shared
+from trustbatch.utils.cuda_memory import enable_expandable_segments
 from trustbatch.utils.distributed import rank_device
 
 NOTHING_LOADED = -1
 OFFERS = "offers"
-"""Ray's name for the thread of an actor that hears of new versions while another one draws"""
+"""Ray's name for the thread of an actor that hears of new versions while another one samples"""
 
 
 @dataclass(frozen=True)
 class PublishedVersion:
-    """A version of the policy that engines may be asked to draw from."""
+    """A version of the policy that engines may be asked to sample from."""
 
     version: int
     weights: Publication
     reference: CanaryReference | None
-    """what an engine is checked against before it draws; none where no check is due"""
+    """what an engine is checked against before it samples; none where no check is due"""
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sampled:
     """What an engine did in one call."""
 
     completions: list[Completion]
     canary: dict[str, float]
     """how far it was off at most, if it took over a version and was checked"""
     version: int
-    """that it drew from last"""
+    """that it sampled from last"""
 
 
 class EngineActor:
-    """Draws completions from whichever version it is asked for."""
+    """Samples completions from whichever version it is asked for."""
 
     def __init__(self, config: Config, num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # the last bits of a sum depend on it
@@ -64,7 +64,7 @@ class EngineActor:
         if self._engines is None:
             config = _undivided(_on_own_device(self._config))
             if config.rollout.engine == "native":
-                let_memory_be_shared()
+                enable_expandable_segments()
             with quiet_bars():
                 policy = _load_policy(config)
             self._engines = open_engines(config, policy, None, version=NOTHING_LOADED)
@@ -75,30 +75,30 @@ class EngineActor:
         requests: Sequence[GenerationRequest],
         *,
         alone: bool = False,
-    ) -> Drawn:
-        """Draw from a version, after taking it over and being checked if it is another one.
+    ) -> Sampled:
+        """Sample from a version, after taking it over and being checked if it is another one.
 
         `alone` leaves second policies aside.
         """
         engines = self._ready()
         try:
             self._load(published)
-            return self._drawn((engines.trained if alone else engines.all).generate(requests))
+            return self._sampled((engines.trained if alone else engines.all).generate(requests))
         except DeadEngineError:
             engines.all.close()  # or its files would outlive this actor, which is replaced now
             raise
 
     def generate_in_flight(
         self, published: PublishedVersion, requests: Sequence[GenerationRequest]
-    ) -> Drawn:
-        """Draw from a version or the newest one offered, and from those offered meanwhile."""
+    ) -> Sampled:
+        """Sample from a version or the newest one offered, and from those offered meanwhile."""
         engines = self._ready()
         assert isinstance(engines.trained, NativeEngine)
         self.offer(published)
-        self.take_over()
+        self.apply()
         engines.trained.offers = self
         try:
-            return self._drawn(engines.all.generate(requests))
+            return self._sampled(engines.all.generate(requests))
         finally:
             engines.trained.offers = None
 
@@ -108,11 +108,11 @@ class EngineActor:
             if self._newest is None or published.version > self._newest.version:
                 self._newest = published
 
-    def are_newer_than(self, version: int) -> bool:
+    def has_newer(self, version: int) -> bool:
         """Whether a newer version was offered; the engine asks between two tokens."""
         return self._newest is not None and self._newest.version > version
 
-    def take_over(self) -> None:
+    def apply(self) -> None:
         """Load the newest version that was offered."""
         assert self._newest is not None
         self._load(self._newest)
@@ -124,11 +124,11 @@ class EngineActor:
         return self._engines
 
     def _load(self, published: PublishedVersion) -> None:
-        """Take a version over, unless it is there, and check it before it is drawn from."""
+        """Take a version over, unless it is there, and check it before it is sampled from."""
         assert self._engines is not None
         if self._served == published.version:
             return
-        self._served = NOTHING_LOADED  # a version that fails its check is never drawn from
+        self._served = NOTHING_LOADED  # a version that fails its check is never sampled from
         trained = self._engines.trained
         trained.load_weights(published.weights.tensors(), published.version)
         if published.reference is not None:
@@ -136,9 +136,9 @@ class EngineActor:
                 self._canary[name] = max(self._canary.get(name, 0.0), value)
         self._served = published.version
 
-    def _drawn(self, completions: Sequence[Completion]) -> Drawn:
+    def _sampled(self, completions: Sequence[Completion]) -> Sampled:
         on_host = [_on_host(completion) for completion in completions]
-        return Drawn(on_host, self._canary, self._served)
+        return Sampled(on_host, self._canary, self._served)
 
 
 def _undivided(config: Config) -> Config:

@@ -1,4 +1,4 @@
-"""The fleet: many engines that look like one."""
+"""The engine pool: many engines that look like one."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -8,13 +8,13 @@ import ray
 import torch
 from torch import Tensor
 
-from trustbatch.cluster.actor_pool import Crew, Work, Worker
+from trustbatch.cluster.actor_pool import ActorPool, Work, Worker
 from trustbatch.cluster.engine_actor import (
     OFFERS,
-    Drawn,
     PublishedVersion,
     RemoteEngine,
     RemoteEngineInFlight,
+    Sampled,
 )
 from trustbatch.cluster.placement import Places, machines
 from trustbatch.cluster.publications import Publication
@@ -28,12 +28,12 @@ from trustbatch.training.canary_reference import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
 
 
-class EngineFleet:
-    """Deals requests to engines in other processes; what is drawn does not depend on who draws.
+class EnginePool:
+    """Deals requests to engines in other processes; what is sampled does not depend on who samples.
 
-    It holds every version that may still be asked for. Publishing and drawing may come from
-    different threads. It draws from the newest version; `at` is the same fleet at another one, and
-    `in_flight` one whose engines take over new versions while they draw.
+    It holds every version that may still be asked for. Publishing and sampling may come from
+    different threads. It samples from the newest version; `at` is the same engine pool at another
+    one, and `in_flight` one whose engines take over new versions while they sample.
     """
 
     def __init__(self, config: Config) -> None:
@@ -50,7 +50,7 @@ class EngineFleet:
         self._publisher = open_publisher(config)  # not before there is room for anybody to send to
         kind = RemoteEngineInFlight if self.cluster.in_flight else RemoteEngine
         num_threads = torch.get_num_threads()
-        self.crew = Crew(
+        self.pool = ActorPool(
             "engine",
             lambda number: kind.options(**self._places.options(number)).remote(config, num_threads),
             size=self.cluster.engines,
@@ -58,7 +58,7 @@ class EngineFleet:
             work_seconds=self.cluster.generate_seconds,
             max_restarts=self.cluster.max_restarts,
             deadline_key="cluster.generate_seconds",
-            part_from=lambda actor: self._publisher.part_from(actor._actor_id.hex()),
+            drop_engine=lambda actor: self._publisher.drop_engine(actor._actor_id.hex()),
         )
 
     @property
@@ -72,7 +72,7 @@ class EngineFleet:
         self._expected = reference
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Publish a version; engines take it over when they are asked to draw from it.
+        """Publish a version; engines take it over when they are asked to sample from it.
 
         With `cluster.in_flight` they are told of it at once.
         """
@@ -83,7 +83,7 @@ class EngineFleet:
             self._expected = None
         if self.cluster.in_flight:
             # not awaited: one that dies is replaced by one that is given the newest version
-            for worker in self.crew.workers:
+            for worker in self.pool.workers:
                 worker.actor.offer.options(concurrency_group=OFFERS).remote(published)
 
     def forget_before(self, version: int) -> None:
@@ -98,45 +98,47 @@ class EngineFleet:
                 self._publisher.forget(weights)
 
     def at(self, version: int) -> RolloutEngine:
-        """Return the fleet as an engine that draws from a published version."""
-        return _FleetAt(self, version)
+        """Return the engine pool as an engine that samples from a published version."""
+        return _EnginePoolAt(self, version)
 
     def trained(self) -> RolloutEngine:
-        """Return the fleet as an engine that draws from the newest version of the policy alone.
+        """Return the engine pool as an engine that samples from the newest version of the policy alone.
 
         Second policies have no part in what the policy is judged by.
         """
-        return _FleetAt(self, None, alone=True)
+        return _EnginePoolAt(self, None, alone=True)
 
     def in_flight(self) -> RolloutEngine:
-        """Return the fleet as an engine that always draws from the newest version there is."""
+        """Return the engine pool as an engine that always samples from the newest version there is."""
         assert self.cluster.in_flight
-        return _FleetInFlight(self)
+        return _EnginePoolInFlight(self)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Draw from the newest version."""
-        return self.draw(requests, self.version)
+        """Sample from the newest version."""
+        return self.sample(requests, self.version)
 
-    def draw(
+    def sample(
         self, requests: Sequence[GenerationRequest], version: int, *, alone: bool = False
     ) -> list[Completion]:
-        """Return all samples of all requests, in their order, drawn by a published version.
+        """Return all samples of all requests, in their order, sampled by a published version.
 
         `alone` leaves second policies aside.
         """
         with self._changing:
             if version not in self._published:
-                raise EngineError(f"Version {version} is not published, so no engine can draw it.")
+                raise EngineError(
+                    f"Version {version} is not published, so no engine can sample it."
+                )
             _, published = self._published[version]
         return self._deal(
             requests,
             lambda actor, chunk: actor.generate.remote(published, chunk, alone=alone),
         )
 
-    def draw_in_flight(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def sample_in_flight(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return all samples of all requests, in their order, each token by the newest version.
 
-        What an engine that died has left unfinished is drawn by the version that is newest then.
+        What an engine that died has left unfinished is sampled by the version that is newest then.
         """
         return self._deal(
             requests,
@@ -150,8 +152,8 @@ class EngineFleet:
     def _deal(self, requests: Sequence[GenerationRequest], work: Work) -> list[Completion]:
         share = -(-len(requests) // self.cluster.engines)
         chunks = parts_of(requests, self.config.rollout.prompts_per_call or share)
-        drawn = self.crew.run(chunks, work, self._note)
-        return [completion for part in drawn for completion in part.completions]
+        sampled = self.pool.run(chunks, work, self._note)
+        return [completion for part in sampled for completion in part.completions]
 
     def take_canary(self) -> dict[str, float]:
         """Return the largest differences that engines have had since the last call."""
@@ -166,59 +168,61 @@ class EngineFleet:
 
     def close(self) -> None:
         """End all engines."""
-        self.crew.close()
+        self.pool.close()
         self._places.close()
         self._publisher.close()
 
-    def _note(self, worker: Worker, drawn: Drawn) -> None:
-        num_tokens = sum(len(completion.token_ids) for completion in drawn.completions)
+    def _note(self, worker: Worker, sampled: Sampled) -> None:
+        num_tokens = sum(len(completion.token_ids) for completion in sampled.completions)
         worker.notes["tokens"] = worker.notes.get("tokens", 0.0) + num_tokens
-        worker.notes["version"] = drawn.version
-        for name, value in drawn.canary.items():
+        worker.notes["version"] = sampled.version
+        for name, value in sampled.canary.items():
             self._canary[name] = max(self._canary.get(name, 0.0), value)
 
 
 class _FleetView:
-    """The fleet as an engine for those who only draw."""
+    """The engine pool as an engine for those who only sample."""
 
-    def __init__(self, fleet: EngineFleet) -> None:
-        self.fleet = fleet
+    def __init__(self, engine_pool: EnginePool) -> None:
+        self.engine_pool = engine_pool
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        raise AssertionError("weights are published through the fleet itself")
+        raise AssertionError("weights are published through the engine pool itself")
 
     def sleep(self) -> None:
-        self.fleet.sleep()
+        self.engine_pool.sleep()
 
     def wake(self) -> None:
-        self.fleet.wake()
+        self.engine_pool.wake()
 
     def close(self) -> None:
-        """Leave it to the fleet: it has other versions."""
+        """Leave it to the engine pool: it has other versions."""
 
 
-class _FleetAt(_FleetView):
-    """The fleet at one version, or at the one that is newest when it is asked."""
+class _EnginePoolAt(_FleetView):
+    """The engine pool at one version, or at the one that is newest when it is asked."""
 
-    def __init__(self, fleet: EngineFleet, version: int | None, *, alone: bool = False) -> None:
-        super().__init__(fleet)
+    def __init__(
+        self, engine_pool: EnginePool, version: int | None, *, alone: bool = False
+    ) -> None:
+        super().__init__(engine_pool)
         self._version = version
         self._alone = alone
 
     @property
     def version(self) -> int:
-        return self.fleet.version if self._version is None else self._version
+        return self.engine_pool.version if self._version is None else self._version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        return self.fleet.draw(requests, self.version, alone=self._alone)
+        return self.engine_pool.sample(requests, self.version, alone=self._alone)
 
 
-class _FleetInFlight(_FleetView):
-    """The fleet at the newest version at any time."""
+class _EnginePoolInFlight(_FleetView):
+    """The engine pool at the newest version at any time."""
 
     @property
     def version(self) -> int:
-        return self.fleet.version
+        return self.engine_pool.version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        return self.fleet.draw_in_flight(requests)
+        return self.engine_pool.sample_in_flight(requests)

@@ -37,7 +37,7 @@ class Publisher(Protocol):
         """Give back the room of a version that nobody will ask for again."""
         ...
 
-    def part_from(self, engine: str) -> None:
+    def drop_engine(self, engine: str) -> None:
         """Leave nothing under way to an engine, by its actor's id, that is no more."""
         ...
 
@@ -91,7 +91,7 @@ class SharedMemoryPublisher:
     def forget(self, publication: SharedPublication) -> None:
         """The store forgets it with its last reference."""
 
-    def part_from(self, engine: str) -> None:
+    def drop_engine(self, engine: str) -> None:
         """The store does not know who reads."""
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class DiskPublisher:
         """Delete the file."""
         Path(publication.path).unlink(missing_ok=True)
 
-    def part_from(self, engine: str) -> None:
+    def drop_engine(self, engine: str) -> None:
         """Files do not know who reads them."""
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ def _join(config: Config) -> None:
                 address=cluster.address,
                 runtime_env={
                     "env_vars": QUIET | handed_on | {STARTED_IN: os.getcwd()},
-                    "worker_process_setup_hook": f"{__name__}.{go_there.__name__}",
+                    "worker_process_setup_hook": f"{__name__}.{move_to.__name__}",
                 },
                 logging_level=logging.ERROR,
             )
@@ -115,7 +115,7 @@ def is_loopback(address: str) -> bool:
     return host == "localhost" or host.startswith("127.") or host.strip("[]") == "::1"
 
 
-def go_there() -> None:
+def move_to() -> None:
     """Have a process work in the folder that the run was started in, where its machine has it."""
     folder = os.environ[STARTED_IN]
     if os.path.isdir(folder):

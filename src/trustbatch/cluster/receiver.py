@@ -8,7 +8,7 @@ import ray
 import torch
 from torch import Tensor
 
-from trustbatch.cluster.rendezvous import Ask, PostboxAddress
+from trustbatch.cluster.rendezvous import PostboxAddress, TransferRequest
 from trustbatch.errors import EngineError
 from trustbatch.weight_sync.buckets import BucketLayout
 from trustbatch.weight_sync.process_group import ENGINE, Link
@@ -55,7 +55,7 @@ class Receiver:
         """Return the link through which the version is coming."""
         self._num_asked += 1
         answer_at = f"{self._name}/{self._num_asked}"
-        ask = Ask(self._name, version, self._group, gpu, answer_at)
+        ask = TransferRequest(self._name, version, self._group, gpu, answer_at)
         answer = self._box.ask(ask, self.seconds)
         if answer.refusal:
             raise EngineError(answer.refusal)

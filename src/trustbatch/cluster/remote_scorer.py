@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import ray
 
-from trustbatch.cluster.actor_pool import Crew, Worker
+from trustbatch.cluster.actor_pool import ActorPool, Worker
 from trustbatch.cluster.placement import Places, machines
 from trustbatch.cluster.reward_actor import RemoteGrader
 from trustbatch.config import Config
@@ -37,7 +37,7 @@ class RemoteScorer:
             ) from error
         bundles = Demand.of(config, machines()).reward_workers
         self._places = Places(bundles, seconds=self.cluster.start_seconds, spread=True)
-        self.crew = Crew(
+        self.pool = ActorPool(
             "reward worker",
             lambda number: RemoteGrader.options(**self._places.options(number)).remote(
                 config, shared
@@ -51,10 +51,10 @@ class RemoteScorer:
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with a grade for every completion."""
-        num_chunks = CHUNKS_PER_WORKER * len(self.crew.workers)
+        num_chunks = CHUNKS_PER_WORKER * len(self.pool.workers)
         size = len(groups) if self.own.needs_whole_batches else -(-len(groups) // num_chunks)
         chunks = parts_of(groups, size)
-        found: list[list[tuple[Grade, ...]]] = self.crew.run(
+        found: list[list[tuple[Grade, ...]]] = self.pool.run(
             chunks, lambda actor, chunk: actor.grade.remote(chunk), _note
         )
         grades = [each for part in found for each in part]
@@ -64,7 +64,7 @@ class RemoteScorer:
 
     def close(self) -> None:
         """End all reward workers."""
-        self.crew.close()
+        self.pool.close()
         self._places.close()
         self.own.close()
 

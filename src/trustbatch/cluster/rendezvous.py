@@ -1,4 +1,4 @@
-"""The postbox: where engines ask the first trainer for weights, and the two agree on a link."""
+"""The rendezvous: where engines ask the first trainer for weights, and the two agree on a link."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ PATIENCE = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TransferRequest:
     """What an engine puts into the box."""
 
     engine: str
@@ -29,7 +29,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TransferReply:
     """What it gets: the link through which the weights come, or why they don't."""
 
     group: str = ""
@@ -44,9 +44,9 @@ class PostboxAddress:
     host: str
     port: int
 
-    def reached(self, seconds: float) -> "Postbox":
+    def reached(self, seconds: float) -> "Rendezvous":
         """Return the box for another process, or for another thread: a client serves only one."""
-        return Postbox(
+        return Rendezvous(
             TCPStore(
                 self.host,
                 self.port,
@@ -57,14 +57,14 @@ class PostboxAddress:
         )
 
 
-class Postbox:
+class Rendezvous:
     """A box as one client of it sees it. What goes wrong is a RuntimeError, deadlines too."""
 
     def __init__(self, store: TCPStore) -> None:
         self.store = store
 
     @classmethod
-    def opened(cls, host: str) -> "Postbox":
+    def opened(cls, host: str) -> "Rendezvous":
         """Open a box of this process that is reached through one address of the machine only."""
         listener = listener_at(host)
         port = listener.getsockname()[1]
@@ -84,26 +84,26 @@ class Postbox:
         """Where others reach it."""
         return PostboxAddress(self.store.host, self.store.port)
 
-    def ask(self, ask: Ask, seconds: float) -> Answer:
+    def ask(self, ask: TransferRequest, seconds: float) -> TransferReply:
         """Ask, and wait for the answer."""
         self.store.queue_push(ASKS, json.dumps(asdict(ask)))
         self.store.wait([ask.answer_at], timedelta(seconds=seconds))
         fields = json.loads(self.store.get(ask.answer_at))
         self.store.delete_key(ask.answer_at)
-        return Answer(fields["group"], Backend(fields["backend"]), fields["refusal"])
+        return TransferReply(fields["group"], Backend(fields["backend"]), fields["refusal"])
 
-    def answer(self, ask: Ask, answer: Answer) -> None:
+    def answer(self, ask: TransferRequest, answer: TransferReply) -> None:
         """Answer; does not wait for whoever asked."""
         self.store.set(ask.answer_at, json.dumps(asdict(answer)))
 
-    def next_ask(self) -> Ask | None:
+    def next_ask(self) -> TransferRequest | None:
         """Wait for the next one; None when the box is closed."""
         while True:
             try:
                 content = self.store.queue_pop(ASKS)
             except dist.DistStoreError:
                 continue
-            return Ask(**json.loads(content)) if content else None
+            return TransferRequest(**json.loads(content)) if content else None
 
     def close(self) -> None:
         """Tell whoever waits for the next ask that there will be none."""

@@ -83,14 +83,14 @@ class NamedOptions(BaseModel):
 
 
 class SecondPolicyConfig(_Table):
-    """[[rollout.policies]]: another, frozen model that draws a share of the completions."""
+    """[[rollout.policies]]: another, frozen model that samples a share of the completions."""
 
     model: str
     """a local folder with a Hugging Face checkpoint, or a model name on the hub"""
     share: float = Field(ge=0.0, le=1.0)
     """of each group's samples, exact in the long run"""
     name: str | None = Field(default=None, min_length=1)
-    """who drew it, in provenance and metrics; the model's name unless told"""
+    """who sampled it, in provenance and metrics; the model's name unless told"""
     temperature: float | None = Field(default=None, ge=0.01, le=100.0)
     """the rollout's unless told, like the next two"""
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
@@ -154,7 +154,7 @@ class VllmConfig(_Table):
 
 
 class RolloutConfig(_Table):
-    """[rollout]: how completions are drawn."""
+    """[rollout]: how completions are sampled."""
 
     engine: Literal["native", "vllm"] = "native"
     prompts_per_step: int = Field(default=32, ge=1)
@@ -175,8 +175,8 @@ class RolloutConfig(_Table):
     """train on rollouts that are this many policy versions old"""
     dynamic_sampling: bool = False
     """replace groups of equal rewards by new prompts"""
-    max_draws: int = Field(default=10, ge=1)
-    """batches drawn for one step at most, with dynamic sampling"""
+    max_sampling_rounds: int = Field(default=10, ge=1)
+    """batches sampled for one step at most, with dynamic sampling"""
     max_sequences: int = Field(default=512, ge=1)
     """sequences decoded at a time"""
     prompts_per_call: int | None = Field(default=None, ge=1)
@@ -186,7 +186,7 @@ class RolloutConfig(_Table):
     canary_every: int | None = Field(default=None, ge=0)
     """weight updates between two comparisons of engine and trainer; 0 is never"""
     policies: tuple[SecondPolicyConfig, ...] = ()
-    """other models that draw a share of the completions"""
+    """other models that sample a share of the completions"""
     vllm: VllmConfig = VllmConfig()
 
     @model_validator(mode="after")
@@ -400,11 +400,11 @@ class ClusterConfig(_Table):
     reward_workers: int = Field(default=1, ge=0)
     """processes that grade; 0 grades in the first trainer's process"""
     max_lag: int = Field(default=1, ge=0)
-    """policy versions between drawing and training; 0 takes turns, as without a cluster"""
+    """policy versions between sampling and training; 0 takes turns, as without a cluster"""
     reuse: int = Field(default=1, ge=1)
     """steps in a row that train on the same batch"""
     in_flight: bool = False
-    """let engines take over new versions while they draw: a completion may span several"""
+    """let engines take over new versions while they sample: a completion may span several"""
     address: str = ""
     """of an existing Ray cluster; "" starts one that only this machine can reach"""
     engine_gpus: float | None = Field(default=None, ge=0.0)
@@ -480,7 +480,7 @@ class Config(_Table):
         if self.rollout.samples_per_prompt == 1:
             raise ValueError(
                 f"rollout.samples_per_prompt = 1 leaves advantage.name = {self.advantage.name} "
-                "nothing to compare a sample with: draw at least 2 samples a prompt"
+                "nothing to compare a sample with: sample at least 2 samples a prompt"
             )
         if objective.needs_top_logp and self.rollout.top_logprobs == 0:
             raise ValueError(
@@ -528,7 +528,7 @@ class Config(_Table):
         if cluster.max_lag < least:
             raise ValueError(
                 f"cluster.max_lag = {cluster.max_lag} lets no version come out while a batch is "
-                f"drawn, which cluster.in_flight is for: set cluster.max_lag to {least} or more, "
+                f"sampled, which cluster.in_flight is for: set cluster.max_lag to {least} or more, "
                 "or remove cluster.in_flight"
             )
 
@@ -548,26 +548,26 @@ class Config(_Table):
         return self.policy_temperature if self.build_objective().needs_anchor else None
 
     def version_for(self, batch: int) -> int:
-        """Return which version draws a batch (from 1): the oldest that its last use allows.
+        """Return which version samples a batch (from 1): the oldest that its last use allows.
 
         What dynamic sampling has left over of the batch before is older, and must not be too old.
         """
         assert self.cluster is not None
-        drawn_before = self.cluster.reuse if self.rollout.dynamic_sampling else 0
-        lag = self.cluster.max_lag - drawn_before
+        sampled_before = self.cluster.reuse if self.rollout.dynamic_sampling else 0
+        lag = self.cluster.max_lag - sampled_before
         return max(0, batch * self.cluster.reuse - 1 - lag)
 
     @property
     def batch_seconds(self) -> float:
         """How long a batch may take, with all its rounds and new processes for dead ones."""
         assert self.cluster is not None
-        num_rounds = self.rollout.max_draws if self.rollout.dynamic_sampling else 1
+        num_rounds = self.rollout.max_sampling_rounds if self.rollout.dynamic_sampling else 1
         seconds = self.cluster.start_seconds + self.cluster.generate_seconds
         return num_rounds * (self.cluster.max_restarts + 1) * (seconds + self.cluster.grade_seconds)
 
     @property
     def batches_seconds(self) -> float:
-        """Likewise all batches that older versions may still draw when a checkpoint is due."""
+        """Likewise all batches that older versions may still sample when a checkpoint is due."""
         assert self.cluster is not None
         return self.batch_seconds * (self.cluster.max_lag + 1)
 

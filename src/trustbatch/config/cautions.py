@@ -4,7 +4,7 @@ from trustbatch.config import Config
 
 
 def cautions(config: Config) -> list[str]:
-    """Return a sentence for each such thing, with what to change; shown before anything is drawn.
+    """Return a sentence for each such thing, with what to change; shown before anything is sampled.
 
     Not errors: a study may want to see what happens.
     """
@@ -13,14 +13,14 @@ def cautions(config: Config) -> list[str]:
 
 def _clipped_temperature(config: Config) -> list[str]:
     """A clip of the ratio to the behavior policy, where another temperature alone moves it."""
-    drawn, policy = config.rollout.temperature, config.policy_temperature
+    sampled, policy = config.rollout.temperature, config.policy_temperature
     # raw log-probs are those at T = 1, and the ratio is to what was recorded
-    recorded = 1.0 if config.rollout.logprob_mode == "raw" else drawn
+    recorded = 1.0 if config.rollout.logprob_mode == "raw" else sampled
     clipped = config.build_objective().clips_behavior_ratio
     # a bound on the difference of probabilities leaves unlikely tokens alone, whatever their ratio
     if recorded == policy or clipped in (None, "probability"):
         return []
-    is_raw = recorded != drawn
+    is_raw = recorded != sampled
     mode = ' with rollout.logprob_mode = "raw"' if is_raw else ""
     cure = 'rollout.logprob_mode to "processed", and ' if is_raw else ""
     if clipped == "sequence":
@@ -28,7 +28,7 @@ def _clipped_temperature(config: Config) -> list[str]:
     else:
         effect = _on_tokens(recorded > policy, has_range=clipped == "token")
     return [
-        f"rollout.temperature = {drawn:g}{mode} and a policy temperature of {policy:g} move the "
+        f"rollout.temperature = {sampled:g}{mode} and a policy temperature of {policy:g} move the "
         f"ratio r that {config.objective.name} clips: {effect}; set {cure}rollout.temperature and "
         "training.policy_temperature to the same number, or choose an objective without such a "
         "clip, such as p3o."

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trustbatch.doctor.draws import Draws
+from trustbatch.doctor.examined_tokens import ExaminedTokens
 from trustbatch.doctor.forwards import in_precision
 from trustbatch.doctor.recompute import Layout, logit_rows, recompute
-from trustbatch.doctor.sampling_distributions import Law, Mismatch
+from trustbatch.doctor.sampling_distributions import Mismatch, SamplingDistribution
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.sampling import sampling_logprobs
 
@@ -18,12 +18,12 @@ from trustbatch.rollout.sampling import sampling_logprobs
 class AnchorResult:
     """What the numbers recorded for the anchor stand for."""
 
-    expected: Law
+    expected: SamplingDistribution
     """that of the policy"""
-    recorded: Law
+    recorded: SamplingDistribution
     """law whose log-probs were recorded"""
-    residuals: dict[Law, float]
-    """mean |recorded - log-prob| of the drawn tokens for each law that was tried"""
+    residuals: dict[SamplingDistribution, float]
+    """mean |recorded - log-prob| of the sampled tokens for each law that was tried"""
     top_residual: float
     """likewise of the most likely tokens and `recorded`, each by its probability"""
     mismatch: Mismatch
@@ -32,28 +32,28 @@ class AnchorResult:
 
 def examine_anchor(
     policy: Policy,
-    draws: Draws,
+    samples: ExaminedTokens,
     layout: Layout,
     *,
-    expected: Law,
-    configured: Law,
+    expected: SamplingDistribution,
+    configured: SamplingDistribution,
     engine_precision: str | None,
     say: Callable[[str], None],
 ) -> AnchorResult:
-    """Find the law behind the anchor of tokens drawn as configured.
+    """Find the law behind the anchor of tokens sampled as configured.
 
     Args:
         policy: the trainer's.
-        draws: tokens drawn as the configuration says, with their anchor.
+        samples: tokens sampled as the configuration says, with their anchor.
         layout: how the trainer packs its batches.
         expected: law that the anchor ought to have.
-        configured: law that the tokens ought to be drawn from.
+        configured: law that the tokens ought to be sampled from.
         engine_precision: precision that the engine evidently computes in; None is the trainer's.
         say: gets a line about each longer step.
     """
-    say(f"comparing the anchor of {draws.num_tokens} tokens with {expected}")
-    anchors = draws.of_anchor()
-    laws = list(dict.fromkeys((expected, Law(), configured, configured.uncut)))
+    say(f"comparing the anchor of {samples.num_tokens} tokens with {expected}")
+    anchors = samples.of_anchor()
+    laws = list(dict.fromkeys((expected, SamplingDistribution(), configured, configured.uncut)))
     with in_precision(policy, engine_precision):
         found = recompute(policy, anchors, laws, layout)
         residuals = {law: _residual(found[law].logp, anchors.recorded) for law in laws}
@@ -72,11 +72,13 @@ def examine_anchor(
 
 
 def _residual(logp: Tensor, recorded: Tensor) -> float:
-    """Return the mean of |l| over tokens that the law could have drawn."""
+    """Return the mean of |l| over tokens that the law could have sampled."""
     return float((logp - recorded)[torch.isfinite(logp)].abs().mean())
 
 
-def _top_residual(policy: Policy, anchors: Draws, layout: Layout, law: Law) -> float:
+def _top_residual(
+    policy: Policy, anchors: ExaminedTokens, layout: Layout, law: SamplingDistribution
+) -> float:
     """Return the mean over positions of sum p |l| over the recorded tokens; 0 without any."""
     total = 0.0
     for rows in logit_rows(policy, anchors, layout):

@@ -1,6 +1,6 @@
 """Weights and precision: does the engine compute what the trainer computes?
 
-Measured on tokens drawn at temperature 1 without a cut, so that no sampling setting plays a part.
+Measured on tokens sampled at temperature 1 without a cut, so that no sampling setting plays a part.
 """
 
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trustbatch.doctor.draws import Draws
+from trustbatch.doctor.examined_tokens import ExaminedTokens
 from trustbatch.doctor.forwards import FORWARDS, in_precision
 from trustbatch.doctor.recompute import Layout, recompute
-from trustbatch.doctor.sampling_distributions import Law, Mismatch
+from trustbatch.doctor.sampling_distributions import Mismatch, SamplingDistribution
 from trustbatch.doctor.search import search
 from trustbatch.models.policy import Policy
 
-PLAIN = Law()
+PLAIN = SamplingDistribution()
 FLOAT32_NOISE = 1e-4
 """mean |l| that float32 engines are allowed: a hundred times what is usual"""
 NOISE_FACTOR = 3.0
@@ -41,7 +41,7 @@ class ArithmeticResult:
     """correlation of the engine's error with each of these effects"""
     explained_by: str | None
     """precision that the engine evidently computes in, where it is not the trainer's"""
-    own_law: Law | None
+    own_law: SamplingDistribution | None
     """sampling settings that the engine evidently adds of its own accord"""
     layouts: dict[str, Mismatch]
     """the trainer against itself, packed in other ways"""
@@ -58,20 +58,20 @@ class ArithmeticResult:
 
 
 def examine_arithmetic(
-    policy: Policy, draws: Draws, layout: Layout, *, say: Callable[[str], None]
+    policy: Policy, samples: ExaminedTokens, layout: Layout, *, say: Callable[[str], None]
 ) -> ArithmeticResult:
-    """Recompute tokens drawn under the plain law in several precisions and layouts."""
+    """Recompute tokens sampled under the plain law in several precisions and layouts."""
 
     def logp(precision: str | None = None, packed: Layout = layout) -> Tensor:
         with in_precision(policy, precision):
-            return recompute(policy, draws, [PLAIN], packed)[PLAIN].logp
+            return recompute(policy, samples, [PLAIN], packed)[PLAIN].logp
 
     own = logp()
-    error = draws.recorded - own
+    error = samples.recorded - own
     changes: dict[str, Tensor] = {}
     for precision in FORWARDS:
         if precision != policy.precision or precision == "bfloat16":
-            say(f"recomputing {draws.num_tokens} tokens in {precision}")
+            say(f"recomputing {samples.num_tokens} tokens in {precision}")
             changes[precision] = logp(precision) - own
     mismatch = Mismatch.of(-error)
     effects = {name: Mismatch.of(-change) for name, change in changes.items()}
@@ -80,7 +80,7 @@ def examine_arithmetic(
     say("packing the trainer's batches in other ways")
     layouts = {
         name: Mismatch.of(own - logp(packed=other))
-        for name, other in _others(layout, draws).items()
+        for name, other in _others(layout, samples).items()
     }
     # an engine can't agree better with the trainer than the trainer with itself
     disagreement = max(found.mean_abs for found in layouts.values())
@@ -88,11 +88,11 @@ def examine_arithmetic(
     explained_by, own_law = None, None
     if not mismatch.mean_abs <= uncertainty:
         explained_by = _matching_precision(
-            policy.precision, draws.provenance.precision, mismatch, effects, likeness
+            policy.precision, samples.provenance.precision, mismatch, effects, likeness
         )
         if explained_by is None:
             say("trying sampling settings")
-            found = search(policy, draws, PLAIN, layout)
+            found = search(policy, samples, PLAIN, layout)
             if found.recorded != PLAIN and found.recorded_residual <= NOISE_FACTOR * uncertainty:
                 own_law = found.recorded
     return ArithmeticResult(
@@ -133,9 +133,9 @@ def _matching_precision(
     return None
 
 
-def _others(layout: Layout, draws: Draws) -> dict[str, Layout]:
+def _others(layout: Layout, samples: ExaminedTokens) -> dict[str, Layout]:
     """Return layouts that ought to give the same numbers."""
-    lengths = [sequence.num_tokens for sequence in draws.sequences]
+    lengths = [sequence.num_tokens for sequence in samples.sequences]
     # small enough to make several batches of what would be one
     smaller = max(min(layout.max_tokens, sum(lengths)) // 4, *lengths)
     return {

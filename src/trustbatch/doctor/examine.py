@@ -1,4 +1,4 @@
-"""The examination: draw, recompute, probe. Nothing is trained and nothing is written."""
+"""The examination: sample, recompute, probe. Nothing is trained and nothing is written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from trustbatch.config import Config
 from trustbatch.doctor.anchor import AnchorResult, examine_anchor
 from trustbatch.doctor.arithmetic import PLAIN, ArithmeticResult, examine_arithmetic
-from trustbatch.doctor.draws import Draws, draw_tokens
+from trustbatch.doctor.examined_tokens import ExaminedTokens, sample_tokens
 from trustbatch.doctor.probe import ProbeResult, probe_updates
 from trustbatch.doctor.recompute import Layout, recompute
 from trustbatch.doctor.sampling import SamplingResult, examine_sampling
-from trustbatch.doctor.sampling_distributions import Law
+from trustbatch.doctor.sampling_distributions import SamplingDistribution
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.session import configured_sampling
@@ -51,7 +51,7 @@ def examine(
 ) -> Examination:
     """Examine a stack; the policy's weights are afterwards what they were before."""
     sampling = configured_sampling(config, policy)
-    configured = Law.of(sampling)
+    configured = SamplingDistribution.of(sampling)
     layout = Layout(config.training.micro_batch_tokens, config.training.share_prompts)
     plain_sampling = SamplingParams(
         max_tokens=sampling.max_tokens,
@@ -59,20 +59,22 @@ def examine(
         logprob_mode=sampling.logprob_mode,  # at T = 1 without a cut both record the same
     )
 
-    def draw(label: str, how: SamplingParams = plain_sampling, wanted: int = PROBE_TOKENS) -> Draws:
-        say(f"drawing {wanted} tokens ({label})")
-        return draw_tokens(engine, policy, task.prompt, how, num_tokens=wanted, label=label)
+    def sample(
+        label: str, how: SamplingParams = plain_sampling, wanted: int = PROBE_TOKENS
+    ) -> ExaminedTokens:
+        say(f"sampling {wanted} tokens ({label})")
+        return sample_tokens(engine, policy, task.prompt, how, num_tokens=wanted, label=label)
 
-    plain = draw("plain", wanted=num_tokens)
+    plain = sample("plain", wanted=num_tokens)
     is_plain = configured == PLAIN and not sampling.records_anchor
-    draws = plain if is_plain else draw("configured", sampling, wanted=num_tokens)
+    samples = plain if is_plain else sample("configured", sampling, wanted=num_tokens)
     arithmetic = examine_arithmetic(policy, plain, layout, say=say)
     result = examine_sampling(
         policy,
-        draws,
+        samples,
         layout,
         configured=configured,
-        policy_law=Law(config.policy_temperature),
+        policy_law=SamplingDistribution(config.policy_temperature),
         recorded_by_config=PLAIN if sampling.logprob_mode == "raw" else configured,
         engine_precision=arithmetic.explained_by,
         weights_agree=arithmetic.is_explained,
@@ -82,24 +84,27 @@ def examine(
     if sampling.records_anchor:
         anchor = examine_anchor(
             policy,
-            draws,
+            samples,
             layout,
-            expected=Law(config.policy_temperature),
+            expected=SamplingDistribution(config.policy_temperature),
             configured=configured,
             engine_precision=arithmetic.explained_by,
             say=say,
         )
     probe = probe_updates(
-        engine, policy, draw, lambda drawn: recompute(policy, drawn, [PLAIN], layout)[PLAIN].logp
+        engine,
+        policy,
+        sample,
+        lambda sampled: recompute(policy, sampled, [PLAIN], layout)[PLAIN].logp,
     )
     return Examination(
         policy=policy.name,
         trainer_precision=policy.precision,
         policy_temperature=config.policy_temperature,
         logprob_mode=sampling.logprob_mode,
-        engine=draws.provenance,
-        num_sequences=len(draws.sequences),
-        num_tokens=draws.num_tokens,
+        engine=samples.provenance,
+        num_sequences=len(samples.sequences),
+        num_tokens=samples.num_tokens,
         arithmetic=arithmetic,
         sampling=result,
         anchor=anchor,

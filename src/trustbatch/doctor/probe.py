@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trustbatch.doctor.draws import Draws
+from trustbatch.doctor.examined_tokens import ExaminedTokens
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 
@@ -33,17 +33,17 @@ class ProbeResult:
 def probe_updates(
     engine: RolloutEngine,
     policy: Policy,
-    draw: Callable[[str], Draws],
-    logp: Callable[[Draws], Tensor],
+    sample: Callable[[str], ExaminedTokens],
+    logp: Callable[[ExaminedTokens], Tensor],
 ) -> ProbeResult:
-    """Send changed weights, draw, send the old ones, draw again; the policy ends as it began.
+    """Send changed weights, sample, send the old ones, sample again; the policy ends as it began.
 
     With d = change of the tokens' log-probs in the trainer and e = what the engine recorded minus
     the trainer's old value, the share is <e, d> / <d, d>: a constant fault of the engine is
     not related to d and leaves it alone.
     """
     version = engine.version
-    before = draw("probe-size")
+    before = sample("probe-size")
     kept = _Snapshot(policy)
     reference = logp(before)
     try:
@@ -53,14 +53,14 @@ def probe_updates(
             scale *= 2
             kept.perturb(scale)
         engine.load_weights(policy.named_weights(), version=version + 1)
-        during = draw("probe-during")
+        during = sample("probe-during")
         reports_version = during.provenance.version == version + 1
         changed = logp(during)
     finally:
         kept.restore()
     engine.load_weights(policy.named_weights(), version=version + 2)
     unchanged = logp(during)
-    after = draw("probe-after")
+    after = sample("probe-after")
     effect, shown = changed - unchanged, during.recorded - unchanged
     return ProbeResult(
         share=float((shown * effect).sum() / effect.square().sum().clamp(min=1e-12)),

@@ -1,4 +1,4 @@
-"""Drawn tokens under the trainer's own forward pass, a few rows of logits at a time."""
+"""Sampled tokens under the trainer's own forward pass, a few rows of logits at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from trustbatch.batching.micro_batches import micro_batches
-from trustbatch.doctor.draws import Draws
-from trustbatch.doctor.sampling_distributions import Law, LawStatistics
+from trustbatch.doctor.examined_tokens import ExaminedTokens
+from trustbatch.doctor.sampling_distributions import LawStatistics, SamplingDistribution
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.training.logprobs import response_logits
@@ -27,7 +27,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Logits [R, V] in float32 that predict R drawn tokens."""
+    """Logits [R, V] in float32 that predict R sampled tokens."""
 
     logits: Tensor
     target: Tensor
@@ -43,10 +43,10 @@ class LogitRows:
 
 
 @torch.no_grad()
-def logit_rows(policy: Policy, draws: Draws, layout: Layout) -> Iterator[LogitRows]:
-    """Yield the logits of all drawn tokens in pieces that fit into memory."""
+def logit_rows(policy: Policy, samples: ExaminedTokens, layout: Layout) -> Iterator[LogitRows]:
+    """Yield the logits of all sampled tokens in pieces that fit into memory."""
     for batch in micro_batches(
-        draws.sequences,
+        samples.sequences,
         max_tokens=layout.max_tokens,
         pad_token_id=policy.pad_token_id,
         packs=policy.packs,
@@ -69,12 +69,12 @@ def logit_rows(policy: Policy, draws: Draws, layout: Layout) -> Iterator[LogitRo
 
 
 def recompute(
-    policy: Policy, draws: Draws, laws: Sequence[Law], layout: Layout
-) -> dict[Law, LawStatistics]:
-    """Evaluate the drawn tokens under each law of the trainer's logits, in the draws' order."""
-    parts: dict[Law, list[Tensor]] = {law: [] for law in laws}
+    policy: Policy, samples: ExaminedTokens, laws: Sequence[SamplingDistribution], layout: Layout
+) -> dict[SamplingDistribution, LawStatistics]:
+    """Evaluate the sampled tokens under each law of the trainer's logits, in the samples' order."""
+    parts: dict[SamplingDistribution, list[Tensor]] = {law: [] for law in laws}
     sequences: list[Tensor] = []
-    for rows in logit_rows(policy, draws, layout):
+    for rows in logit_rows(policy, samples, layout):
         sequences.append(rows.sequence)
         for law in parts:
             parts[law].append(_statistics(rows, law))
@@ -83,7 +83,7 @@ def recompute(
     return {law: LawStatistics(*torch.cat(part)[order].cpu().T) for law, part in parts.items()}
 
 
-def _statistics(rows: LogitRows, law: Law) -> Tensor:
+def _statistics(rows: LogitRows, law: SamplingDistribution) -> Tensor:
     """Return log-prob of the target, mean and variance of the log-prob [R, 3] in float64."""
     logp = sampling_logprobs(rows.logits, law.sampling)
     taken = logp.gather(-1, rows.target[:, None]).squeeze(-1)

@@ -1,14 +1,14 @@
-"""Sampling: what were the tokens drawn from, and what do the recorded numbers stand for?"""
+"""Sampling: what were the tokens sampled from, and what do the recorded numbers stand for?"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from trustbatch.doctor.draws import Draws
+from trustbatch.doctor.examined_tokens import ExaminedTokens
 from trustbatch.doctor.forwards import in_precision
 from trustbatch.doctor.recompute import Layout, recompute
-from trustbatch.doctor.sampling_distributions import Law, LawStatistics, Mismatch
+from trustbatch.doctor.sampling_distributions import LawStatistics, Mismatch, SamplingDistribution
 from trustbatch.doctor.search import search
 from trustbatch.models.policy import Policy
 
@@ -22,23 +22,23 @@ MAX_OUTSIDE = 0.01
 class SamplingResult:
     """The laws of tokens and numbers, and the mismatch split into its parts."""
 
-    configured: Law
-    drawn: Law
-    """law that the tokens were drawn from"""
-    recorded: Law
+    configured: SamplingDistribution
+    sampled: SamplingDistribution
+    """law that the tokens were sampled from"""
+    recorded: SamplingDistribution
     """law whose log-probs were recorded"""
-    z: dict[Law, float]
+    z: dict[SamplingDistribution, float]
     """of each law that was tested"""
-    residuals: dict[Law, float]
+    residuals: dict[SamplingDistribution, float]
     """mean |recorded - log-prob| for each law that the numbers may stand for"""
     num_outside: int
-    """tokens that the configured law could not have drawn"""
+    """tokens that the configured law could not have sampled"""
     is_tested: bool
     """False where the weights differ, which no law can explain"""
     total: Mismatch
     """as training sees it: policy against recorded numbers"""
     true: Mismatch
-    """policy against the law that the tokens were drawn from, where that is known"""
+    """policy against the law that the tokens were sampled from, where that is known"""
     parts: dict[str, Mismatch]
     """summands of the total: temperature, support, logprob_mode, arithmetic"""
     num_nonfinite: int
@@ -47,21 +47,21 @@ class SamplingResult:
 
 def examine_sampling(
     policy: Policy,
-    draws: Draws,
+    samples: ExaminedTokens,
     layout: Layout,
     *,
-    configured: Law,
-    policy_law: Law,
-    recorded_by_config: Law,
+    configured: SamplingDistribution,
+    policy_law: SamplingDistribution,
+    recorded_by_config: SamplingDistribution,
     engine_precision: str | None,
     weights_agree: bool,
     say: Callable[[str], None],
 ) -> SamplingResult:
-    """Find the laws behind tokens drawn as configured.
+    """Find the laws behind tokens sampled as configured.
 
     Args:
         policy: the trainer's.
-        draws: tokens drawn as the configuration says.
+        samples: tokens sampled as the configuration says.
         layout: how the trainer packs its batches.
         configured: law that the configuration asks the engine for.
         policy_law: law of the policy that is trained.
@@ -70,42 +70,42 @@ def examine_sampling(
         weights_agree: False skips the search for other laws.
         say: gets a line about each longer step.
     """
-    say(f"testing {draws.num_tokens} tokens against {configured}")
-    drawn, recorded = configured, recorded_by_config
-    laws = {Law(), policy_law, configured, configured.uncut, recorded_by_config}
+    say(f"testing {samples.num_tokens} tokens against {configured}")
+    sampled, recorded = configured, recorded_by_config
+    laws = {SamplingDistribution(), policy_law, configured, configured.uncut, recorded_by_config}
     with in_precision(policy, engine_precision):
-        statistics = recompute(policy, draws, list(laws), layout)
+        statistics = recompute(policy, samples, list(laws), layout)
         if weights_agree:
-            drawn = search(policy, draws, configured, layout, temperatures=()).drawn
-            if drawn != configured or not _fits(statistics[configured]):
+            sampled = search(policy, samples, configured, layout, temperatures=()).sampled
+            if sampled != configured or not _fits(statistics[configured]):
                 say("trying other temperatures and cuts")
-                drawn = search(policy, draws, configured, layout).drawn
-            statistics |= recompute(policy, draws, [drawn, drawn.uncut], layout)
-    residuals = {law: _residual(draws, found) for law, found in statistics.items()}
-    expected = recorded_by_config if recorded_by_config != configured else drawn
+                sampled = search(policy, samples, configured, layout).sampled
+            statistics |= recompute(policy, samples, [sampled, sampled.uncut], layout)
+    residuals = {law: _residual(samples, found) for law, found in statistics.items()}
+    expected = recorded_by_config if recorded_by_config != configured else sampled
     best = min(residuals, key=lambda law: residuals[law])
     # two laws may fit alike: then the expected one does
     recorded = expected if residuals[expected] <= 1.5 * residuals[best] else best
     with_trainer = (
-        recompute(policy, draws, list(statistics), layout) if engine_precision else statistics
+        recompute(policy, samples, list(statistics), layout) if engine_precision else statistics
     )
     logp = {law: found.logp for law, found in with_trainer.items()}
-    total = logp[policy_law] - draws.recorded
+    total = logp[policy_law] - samples.recorded
     return SamplingResult(
         configured=configured,
-        drawn=drawn,
+        sampled=sampled,
         recorded=recorded,
         z={law: found.z for law, found in statistics.items()},
         residuals=residuals,
         num_outside=statistics[configured].num_outside,
         is_tested=weights_agree,
         total=Mismatch.of(total),
-        true=Mismatch.of(logp[policy_law] - statistics[drawn].logp if weights_agree else total),
+        true=Mismatch.of(logp[policy_law] - statistics[sampled].logp if weights_agree else total),
         parts={
-            "temperature": Mismatch.of(logp[policy_law] - logp[drawn.uncut]),
-            "support": Mismatch.of(logp[drawn.uncut] - logp[drawn]),
-            "logprob_mode": Mismatch.of(logp[drawn] - logp[recorded]),
-            "arithmetic": Mismatch.of(logp[recorded] - draws.recorded),
+            "temperature": Mismatch.of(logp[policy_law] - logp[sampled.uncut]),
+            "support": Mismatch.of(logp[sampled.uncut] - logp[sampled]),
+            "logprob_mode": Mismatch.of(logp[sampled] - logp[recorded]),
+            "arithmetic": Mismatch.of(logp[recorded] - samples.recorded),
         },
         num_nonfinite=int((~torch.isfinite(total)).sum()),
     )
@@ -116,5 +116,5 @@ def _fits(statistics: LawStatistics) -> bool:
     return abs(statistics.z) <= MAX_Z and share_outside <= MAX_OUTSIDE
 
 
-def _residual(draws: Draws, statistics: LawStatistics) -> float:
-    return Mismatch.of(draws.recorded - statistics.logp).mean_abs
+def _residual(samples: ExaminedTokens, statistics: LawStatistics) -> float:
+    return Mismatch.of(samples.recorded - statistics.logp).mean_abs

@@ -1,4 +1,4 @@
-"""Laws that tokens may have been drawn from, or that recorded log-probs may stand for."""
+"""Laws that tokens may have been sampled from, or that recorded log-probs may stand for."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from trustbatch.types import SamplingParams
 
 
 @dataclass(frozen=True)
-class Law:
+class SamplingDistribution:
     """softmax(logits / temperature), cut to top-k, then to top-p, and renormalized."""
 
     temperature: float = 1.0
@@ -19,7 +19,7 @@ class Law:
     top_p: float = 1.0
 
     @classmethod
-    def of(cls, sampling: SamplingParams) -> "Law":
+    def of(cls, sampling: SamplingParams) -> "SamplingDistribution":
         """The law that a request asks for."""
         return cls(sampling.temperature, sampling.top_k, sampling.top_p)
 
@@ -36,13 +36,13 @@ class Law:
 
     @property
     def is_full(self) -> bool:
-        """Whether every token can be drawn."""
+        """Whether every token can be sampled."""
         return self.top_k == 0 and self.top_p == 1.0
 
     @property
-    def uncut(self) -> "Law":
+    def uncut(self) -> "SamplingDistribution":
         """The same temperature with every token."""
-        return Law(self.temperature)
+        return SamplingDistribution(self.temperature)
 
     @property
     def support(self) -> str:
@@ -58,7 +58,7 @@ class Law:
 
 @dataclass(frozen=True)
 class LawStatistics:
-    """What a law says about T drawn tokens, [T] float64 each."""
+    """What a law says about T sampled tokens, [T] float64 each."""
 
     logp: Tensor
     """-inf for a token that the law excludes"""
@@ -69,12 +69,12 @@ class LawStatistics:
 
     @property
     def num_outside(self) -> int:
-        """Tokens that the law could never have drawn."""
+        """Tokens that the law could never have sampled."""
         return int((~torch.isfinite(self.logp)).sum())
 
     @property
     def z(self) -> float:
-        """Standardized sum of log p + entropy: of mean 0 and variance 1 if this law drew them.
+        """Standardized sum of log p + entropy: of mean 0 and variance 1 if this law sampled them.
 
         No recorded number enters. The terms are martingale differences, so their variances add
         although a token depends on those before it.

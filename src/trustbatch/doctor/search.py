@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trustbatch.doctor.draws import Draws
+from trustbatch.doctor.examined_tokens import ExaminedTokens
 from trustbatch.doctor.recompute import Layout, logit_rows
-from trustbatch.doctor.sampling_distributions import Law
+from trustbatch.doctor.sampling_distributions import SamplingDistribution
 from trustbatch.models.policy import Policy
 
 TEMPERATURES = (
@@ -30,9 +30,9 @@ FAR = 10.0
 class SearchResult:
     """The best laws among those tried."""
 
-    drawn: Law
+    sampled: SamplingDistribution
     """by the likelihood of the tokens alone"""
-    recorded: Law
+    recorded: SamplingDistribution
     """by the distance to the recorded log-probs"""
     recorded_residual: float
     """mean of that distance"""
@@ -40,8 +40,8 @@ class SearchResult:
 
 def search(
     policy: Policy,
-    draws: Draws,
-    configured: Law,
+    samples: ExaminedTokens,
+    configured: SamplingDistribution,
     layout: Layout,
     *,
     temperatures: Sequence[float] = TEMPERATURES,
@@ -56,7 +56,7 @@ def search(
     shape = (len(temperatures), len(supports))
     likelihood = torch.zeros(shape, dtype=torch.float64, device=policy.device)
     distance = torch.zeros_like(likelihood)
-    for rows in logit_rows(policy, draws, layout):
+    for rows in logit_rows(policy, samples, layout):
         ordered, _ = rows.logits.sort(dim=-1, descending=True)
         own = rows.logits.gather(-1, rows.target[:, None])
         rank = (rows.logits > own).sum(-1, keepdim=True)  # [R, 1]
@@ -66,10 +66,14 @@ def search(
             likelihood[number] += mixed.double().sum(0)
             gap = (inside - rows.recorded[:, None]).abs().nan_to_num(nan=FAR, posinf=FAR)
             distance[number] += gap.clamp(max=FAR).double().sum(0)
-    laws = [Law(temperature, *support) for temperature in temperatures for support in supports]
+    laws = [
+        SamplingDistribution(temperature, *support)
+        for temperature in temperatures
+        for support in supports
+    ]
     departures = torch.tensor([_departures(law, configured) for law in laws])
     score = likelihood.flatten().cpu() - SURPRISE * departures
-    residual = distance.flatten().cpu() / draws.num_tokens
+    residual = distance.flatten().cpu() / samples.num_tokens
     # among laws that fit equally well, the one nearest to the configuration
     nearest = int((residual.clamp(min=1e-6) * (1.0 + 0.1 * departures)).argmin())
     return SearchResult(laws[int(score.argmax())], laws[nearest], float(residual[nearest]))
@@ -97,7 +101,7 @@ def _logp(
     return full, torch.where(rank <= kept, full - mass.log(), -torch.inf)
 
 
-def _departures(law: Law, configured: Law) -> int:
+def _departures(law: SamplingDistribution, configured: SamplingDistribution) -> int:
     """Count the settings in which a law differs from the configured one."""
     return (
         (law.temperature != configured.temperature)

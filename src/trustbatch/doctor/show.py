@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trustbatch.doctor.examine import Examination
-from trustbatch.doctor.sampling_distributions import Law
+from trustbatch.doctor.sampling_distributions import SamplingDistribution
 from trustbatch.doctor.verdict import Status, Verdict
 
 STYLES = {Status.GOOD: "green", Status.CONFIGURED: "yellow", Status.FAULT: "bold red"}
@@ -59,7 +59,7 @@ def to_record(examination: Examination, verdict: Verdict) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Law):
+    if isinstance(value, SamplingDistribution):
         return str(value)
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}

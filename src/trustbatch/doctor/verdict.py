@@ -9,7 +9,7 @@ from trustbatch.config.cautions import cautions
 from trustbatch.doctor.arithmetic import NOISE_FACTOR, PLAIN
 from trustbatch.doctor.examine import Examination
 from trustbatch.doctor.sampling import MAX_Z
-from trustbatch.doctor.sampling_distributions import Law, Mismatch
+from trustbatch.doctor.sampling_distributions import Mismatch, SamplingDistribution
 
 STALE_BELOW = 0.5
 """share of a weight update's effect below which the engine has not taken it over"""
@@ -165,7 +165,7 @@ def _precision(e: Examination) -> Finding:
         effect,
         f"The engine computes in {found}"
         + ("" if declared else f", though it reports {engine.precision}")
-        + f"; the trainer in {e.trainer_precision}. Tokens are drawn from a rounded policy: "
+        + f"; the trainer in {e.trainer_precision}. Tokens are sampled from a rounded policy: "
         f"1-ESS = {effect.one_minus_ess:.2g} at T = 1 from this alone. P3O measures that and "
         "trusts the batch less; objectives without a correction take it for on-policy data. "
         f"Run the engine in {e.trainer_precision} to remove it.",
@@ -174,25 +174,25 @@ def _precision(e: Examination) -> Finding:
 
 def _temperature(e: Examination) -> Finding:
     sampling = e.sampling
-    drawn, asked, policy = sampling.drawn, sampling.configured, e.policy_temperature
+    sampled, asked, policy = sampling.sampled, sampling.configured, e.policy_temperature
     measured = (
-        f"tokens fit {drawn} (z = {sampling.z[drawn]:+.1f}); the policy is trained at "
+        f"tokens fit {sampled} (z = {sampling.z[sampled]:+.1f}); the policy is trained at "
         f"T = {policy:g}"
     )
     part = sampling.parts["temperature"]
-    if sampling.is_tested and drawn.temperature != asked.temperature:
+    if sampling.is_tested and sampled.temperature != asked.temperature:
         return Finding(
             "temperature",
             measured,
             Status.FAULT,
             "temperature",
             part,
-            f"Tokens look drawn at T = {drawn.temperature:g}, but rollout.temperature asks for "
+            f"Tokens look sampled at T = {sampled.temperature:g}, but rollout.temperature asks for "
             f"{asked.temperature:g} (z = {sampling.z[asked]:+.0f} against it). The engine has "
             "sampling settings of its own, such as those of the model's generation_config.json: "
             "remove them there.",
         )
-    if sampling.is_tested and not abs(sampling.z[drawn]) <= MAX_Z:
+    if sampling.is_tested and not abs(sampling.z[sampled]) <= MAX_Z:
         return Finding(
             "temperature",
             measured,
@@ -203,14 +203,14 @@ def _temperature(e: Examination) -> Finding:
             "agree: something else changes the engine's distribution, such as penalties, banned "
             "tokens or guided decoding.",
         )
-    if drawn.temperature != policy:
+    if sampled.temperature != policy:
         return Finding(
             "temperature",
             measured,
             Status.CONFIGURED,
             "temperature",
             part,
-            f"T = {drawn.temperature:g} by rollout.temperature, while the policy is trained at "
+            f"T = {sampled.temperature:g} by rollout.temperature, while the policy is trained at "
             f"T = {policy:g}: 1-ESS = {part.one_minus_ess:.2g} from this alone. Set "
             'training.policy_temperature = "rollout" to train the tempered policy itself, or let '
             "P3O correct for it; a clip range would discard part of such a batch.",
@@ -221,20 +221,22 @@ def _temperature(e: Examination) -> Finding:
 
 def _support(e: Examination) -> Finding:
     sampling = e.sampling
-    drawn, asked = sampling.drawn, sampling.configured
+    sampled, asked = sampling.sampled, sampling.configured
     measured = (
-        f"tokens fit {drawn.support}; {sampling.num_outside} of {e.num_tokens} lie outside of what "
+        f"tokens fit {sampled.support}; {sampling.num_outside} of {e.num_tokens} lie outside of what "
         f"is configured ({asked.support})"
     )
     part = sampling.parts["support"]
-    if sampling.is_tested and drawn != Law(drawn.temperature, asked.top_k, asked.top_p):
+    if sampling.is_tested and sampled != SamplingDistribution(
+        sampled.temperature, asked.top_k, asked.top_p
+    ):
         return Finding(
             "top-k, top-p",
             measured,
             Status.FAULT,
             "support",
             part,
-            f"Tokens look drawn with {drawn.support}, but {asked.support} is configured. Tokens "
+            f"Tokens look sampled with {sampled.support}, but {asked.support} is configured. Tokens "
             "outside of it are never tried, so nothing is learned about them, and no ratio shows "
             "it. The engine has sampling settings of its own, such as those of the model's "
             "generation_config.json: remove them there.",
@@ -246,23 +248,23 @@ def _support(e: Examination) -> Finding:
             Status.FAULT,
             "support",
             part,
-            f"Tokens are drawn with {drawn.support}, but the recorded log-probs are not "
+            f"Tokens are sampled with {sampled.support}, but the recorded log-probs are not "
             f"renormalized over it: they are those of {sampling.recorded} (mean residual "
             f"{sampling.residuals[sampling.recorded]:.1g}, renormalized "
-            f"{sampling.residuals[drawn]:.1g}). The ratios leave out the lost mass and look "
+            f"{sampling.residuals[sampled]:.1g}). The ratios leave out the lost mass and look "
             f"on-policy (E[r] = {sampling.total.mean_ratio:.3f}, in truth "
             f"{sampling.true.mean_ratio:.3f}). Have the engine return processed log-probs, or "
             "set rollout.top_p = 1.0 and rollout.top_k = 0.",
         )
-    if not drawn.is_full:
+    if not sampled.is_full:
         return Finding(
             "top-k, top-p",
             measured,
             Status.CONFIGURED,
             "support",
             part,
-            f"{drawn.support} by configuration: tokens outside of it are never tried, and those "
-            f"inside are drawn more often than the policy would: E[r] = {part.mean_ratio:.3f} and "
+            f"{sampled.support} by configuration: tokens outside of it are never tried, and those "
+            f"inside are sampled more often than the policy would: E[r] = {part.mean_ratio:.3f} and "
             f"1-ESS = {part.one_minus_ess:.2g} from this alone. Set rollout.top_p = 1.0 and "
             "rollout.top_k = 0 to remove it.",
         )
@@ -272,9 +274,11 @@ def _support(e: Examination) -> Finding:
 
 def _logprob_mode(e: Examination) -> Finding:
     sampling = e.sampling
-    drawn, recorded = sampling.drawn, sampling.recorded
+    sampled, recorded = sampling.sampled, sampling.recorded
     residual = sampling.residuals[recorded]
-    measured = f"recorded numbers fit {recorded} (mean residual {residual:.1g}); tokens fit {drawn}"
+    measured = (
+        f"recorded numbers fit {recorded} (mean residual {residual:.1g}); tokens fit {sampled}"
+    )
     if not sampling.is_tested:
         return Finding("log-prob mode", measured, Status.UNKNOWN)
     if residual > _noise(e, recorded):
@@ -288,7 +292,7 @@ def _logprob_mode(e: Examination) -> Finding:
             "though at T = 1 without a cut they agree: the engine changes them when it applies "
             "sampling settings. Every ratio of such a batch is wrong.",
         )
-    if recorded == drawn or _is_not_renormalized(e):
+    if recorded == sampled or _is_not_renormalized(e):
         return Finding("log-prob mode", measured, Status.GOOD)
     by_config = e.logprob_mode == "raw" and recorded == PLAIN
     return Finding(
@@ -297,7 +301,7 @@ def _logprob_mode(e: Examination) -> Finding:
         Status.CONFIGURED if by_config else Status.FAULT,
         "logprob_mode",
         sampling.parts["logprob_mode"],
-        f"The recorded log-probs are those of {recorded}, the tokens are drawn from {drawn}"
+        f"The recorded log-probs are those of {recorded}, the tokens are sampled from {sampled}"
         + (' (rollout.logprob_mode = "raw")' if by_config else "")
         + f". The ratios show 1-ESS = {sampling.total.one_minus_ess:.1g}, in truth it is "
         f"{sampling.true.one_minus_ess:.1g}: no objective can see this mismatch, or correct it. "
@@ -310,7 +314,7 @@ def _logprob_mode(e: Examination) -> Finding:
     )
 
 
-def _noise(e: Examination, law: Law) -> float:
+def _noise(e: Examination, law: SamplingDistribution) -> float:
     """Mean distance from a law's log-probs up to which recorded numbers may be its own."""
     noise = e.arithmetic.uncertainty
     if e.arithmetic.explained_by:
@@ -319,7 +323,7 @@ def _noise(e: Examination, law: Law) -> float:
 
 
 def _anchor(e: Examination) -> list[Finding]:
-    """Whether the objective pulls to the policy, where the engine records that beside the draws."""
+    """Whether the objective pulls to the policy, where the engine records that beside the samples."""
     if e.anchor is None:
         return []
     expected, recorded = e.anchor.expected, e.anchor.recorded
@@ -350,7 +354,7 @@ def _anchor(e: Examination) -> list[Finding]:
             "nothing was learned, and pulls the policy there with every step (1-ESS = "
             f"{e.anchor.mismatch.one_minus_ess:.2g} between the two). Have the engine record "
             f"softmax(logits / {expected.temperature:g}) before it tempers and cuts, or set "
-            'objective.anchor = "sampler" to pull to what was drawn from ("proximal" with pact).',
+            'objective.anchor = "sampler" to pull to what was sampled from ("proximal" with pact).',
         )
     ]
 
@@ -379,12 +383,12 @@ def _micro_batch(e: Examination) -> Finding:
 
 def _is_not_renormalized(e: Examination) -> bool:
     """Whether the numbers lack the division by the mass that the cut leaves."""
-    drawn, recorded = e.sampling.drawn, e.sampling.recorded
+    sampled, recorded = e.sampling.sampled, e.sampling.recorded
     return (
         e.sampling.is_tested
         and e.logprob_mode != "raw"
-        and not drawn.is_full
-        and recorded == drawn.uncut
+        and not sampled.is_full
+        and recorded == sampled.uncut
     )
 
 
@@ -397,7 +401,7 @@ def _second_policies(config: Config) -> list[Finding]:
     return [
         Finding(
             "other models",
-            f"{shares}; not drawn here",
+            f"{shares}; not sampled here",
             Status.CONFIGURED,
             "second_policies",
             None,

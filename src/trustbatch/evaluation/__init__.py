@@ -1,8 +1,8 @@
 """How good a model is, and how sure one can be of it.
 
 `pass_at_k`, `intervals`, `scores` and `comparison` are the statistics, and need no torch. `suite`,
-`draw` and `folder` get the samples; `run` is `trustbatch eval`, and `in_training` the same within a
-run.
+`sample` and `folder` get the samples; `run` is `trustbatch eval`, and `in_training` the same within
+a run.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -44,7 +44,7 @@ class EvaluationFolder:
         self._samples = self._samples_file.open("a", encoding="utf-8")
 
     def done(self, task: str) -> set[str]:
-        """Return the ids of the problems of a task that have been drawn and graded."""
+        """Return the ids of the problems of a task that have been sampled and graded."""
         return {problem for name, problem in self.outcomes if name == task}
 
     def add(self, record: Mapping[str, Any]) -> ProblemOutcome:
@@ -126,7 +126,7 @@ class EvaluationFolder:
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"Line {number} of {self._samples_file} can't be read: remove the line, and "
-                    "its problem is drawn again."
+                    "its problem is sampled again."
                 ) from error
         return outcomes
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.config import Config, EvaluationConfig
-from trustbatch.evaluation.draw import draw_records
 from trustbatch.evaluation.folder import EvaluationFolder
 from trustbatch.evaluation.outcomes import ProblemOutcome
 from trustbatch.evaluation.pass_at_k import shown_ks
 from trustbatch.evaluation.progress import EvaluationProgress
+from trustbatch.evaluation.sample import sample_records
 from trustbatch.evaluation.scores import score_tasks
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import EvaluatedTask, TaskChoice, load_suite
@@ -90,7 +90,7 @@ class InTrainingEvaluation:
             )
             for task in self.suite:
                 outcomes[task.name] = []
-                for records in self._drawn(task):
+                for records in self._sampled(task):
                     new = [ProblemOutcome.of_record(record) for record in records]
                     outcomes[task.name] += new
                     progress.update(new)
@@ -105,9 +105,9 @@ class InTrainingEvaluation:
                 folder.close()
         return evaluation_metrics(outcomes)
 
-    def _drawn(self, task: EvaluatedTask) -> Iterator[list[dict[str, Any]]]:
+    def _sampled(self, task: EvaluatedTask) -> Iterator[list[dict[str, Any]]]:
         with memory_advice(self.config, task.task, "generate"):
-            yield from draw_records(
+            yield from sample_records(
                 self.engine,
                 self.policy,
                 self._scorers[task.name],

@@ -1,6 +1,6 @@
 """Intervals of means over problems, by resampling the problems.
 
-An evaluation asks how a model does on problems *like* these, so the problems are what is drawn
+An evaluation asks how a model does on problems *like* these, so the problems are what is sampled
 anew; their samples come along, and with them the chance of sampling.
 
 Resampling alone is too sure of itself where most problems have equal scores: thirty problems that
@@ -45,7 +45,7 @@ def mean_intervals(
 
 
 def _resampled_means(scores: Floats, num_resamples: int, generator: np.random.Generator) -> Floats:
-    """Return means [resamples, K] over problems drawn with replacement."""
+    """Return means [resamples, K] over problems sampled with replacement."""
     num_scores = scores.shape[1]
     scores = np.concatenate([scores, np.zeros((1, num_scores)), np.ones((1, num_scores))])
     is_known = ~np.isnan(scores)
@@ -55,9 +55,9 @@ def _resampled_means(scores: Floats, num_resamples: int, generator: np.random.Ge
     means = np.empty((num_resamples, num_scores))
     for start in range(0, num_resamples, rows):
         part = means[start : start + rows]
-        drawn = generator.integers(num_problems, size=(len(part), num_problems))
-        drawn += np.arange(len(part))[:, None] * num_problems
-        counts = np.bincount(drawn.ravel(), minlength=len(part) * num_problems)
+        sampled = generator.integers(num_problems, size=(len(part), num_problems))
+        sampled += np.arange(len(part))[:, None] * num_problems
+        counts = np.bincount(sampled.ravel(), minlength=len(part) * num_problems)
         counts = counts.reshape(len(part), num_problems).astype(np.float64)
         with np.errstate(invalid="ignore"):  # a resample without any known score is left out
             part[:] = (counts @ known) / (counts @ is_known)

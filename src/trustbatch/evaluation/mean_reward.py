@@ -38,7 +38,7 @@ def evaluate(
     seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
 ) -> EvaluationResult:
-    """Draw `num_samples` completions of the task's first prompts and grade them."""
+    """Sample `num_samples` completions of the task's first prompts and grade them."""
     sampling = SamplingParams(
         max_tokens=max_tokens, stop_token_ids=policy.stop_token_ids, temperature=temperature
     )

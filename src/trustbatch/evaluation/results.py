@@ -19,7 +19,7 @@ class EvaluationResults:
 
     model: str
     settings: Mapping[str, Any]
-    """everything that decides what is drawn; see `settings.py`"""
+    """everything that decides what is sampled; see `settings.py`"""
     outcomes: Mapping[str, Sequence[ProblemOutcome]]
     """by task, in the order of its problems"""
     environment: Mapping[str, Any] = field(default_factory=dict)

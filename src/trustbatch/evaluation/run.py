@@ -11,7 +11,6 @@ import torch
 from trustbatch.config import Config, ModelConfig, parse_config
 from trustbatch.engines import build_engine
 from trustbatch.errors import ConfigError
-from trustbatch.evaluation.draw import draw_records
 from trustbatch.evaluation.folder import EvaluationFolder
 from trustbatch.evaluation.models import (
     locate_model,
@@ -21,6 +20,7 @@ from trustbatch.evaluation.models import (
 )
 from trustbatch.evaluation.progress import EvaluationProgress
 from trustbatch.evaluation.results import EvaluationResults
+from trustbatch.evaluation.sample import sample_records
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import EvaluatedTask
 from trustbatch.models.policy import Policy
@@ -44,7 +44,7 @@ class Evaluation:
     """whether max_tokens gives way to the model's context; if not, what does not fit is refused"""
     engine: str = "native"
     tables: Mapping[str, Any] = field(default_factory=dict)
-    """keys of [model], [rollout] and [reward] that say where and how it is drawn and graded"""
+    """keys of [model], [rollout] and [reward] that say where and how it is sampled and graded"""
     output: Path = Path("evals")
 
 
@@ -124,7 +124,7 @@ def _fitted(models: Sequence[str], evaluation: Evaluation, loader: _Loader) -> E
                 f"--max-tokens {sampling.max_tokens} does not fit: {why}; give at most {room}."
             )
         LiveLine().show(
-            f"At most {room:,} tokens are drawn, not {sampling.max_tokens:,}: {why}.", last=True
+            f"At most {room:,} tokens are sampled, not {sampling.max_tokens:,}: {why}.", last=True
         )
         evaluation = replace(evaluation, sampling=replace(sampling, max_tokens=room))
     return evaluation
@@ -160,15 +160,17 @@ def _evaluate_in(
     )
     try:
         if any(len(folder.done(task.name)) < len(task.problems) for task in evaluation.suite):
-            _draw(config, policy, evaluation, folder)
+            _sample(config, policy, evaluation, folder)
         results = folder.finish(evaluation.suite, describe_environment())
     finally:
         folder.close()
     return EvaluatedModel(folder.path, results)
 
 
-def _draw(config: Config, policy: Policy, evaluation: Evaluation, folder: EvaluationFolder) -> None:
-    """Draw and grade what the folder does not have yet."""
+def _sample(
+    config: Config, policy: Policy, evaluation: Evaluation, folder: EvaluationFolder
+) -> None:
+    """Sample and grade what the folder does not have yet."""
     total = sum(len(task.problems) for task in evaluation.suite)
     progress = EvaluationProgress(folder.model, total, done=len(folder.outcomes))
     progress.start()
@@ -177,7 +179,7 @@ def _draw(config: Config, policy: Policy, evaluation: Evaluation, folder: Evalua
         for task in evaluation.suite:
             scorer = Scorer(task.task, config.reward.limits)
             try:
-                for records in draw_records(
+                for records in sample_records(
                     engine,
                     policy,
                     scorer,

@@ -33,7 +33,7 @@ class TaskScores:
     name: str
     num_problems: int
     num_samples: int
-    """of each problem, as drawn"""
+    """of each problem, as sampled"""
     num_ungraded: int
     """samples that count neither as right nor as wrong"""
     truncated_fraction: float

@@ -1,4 +1,4 @@
-"""What decides which samples an evaluation draws."""
+"""What decides which samples an evaluation samples."""
 
 import hashlib
 from collections.abc import Sequence
@@ -44,7 +44,8 @@ def recorded_settings(
 ) -> dict[str, Any]:
     """Return what is kept beside results, as plain values.
 
-    `max_sequences` decides which problems are drawn together, and so how their logits are rounded.
+    `max_sequences` decides which problems are sampled together, and so how their logits are
+    rounded.
     """
     is_auto = rollout.precision == "auto"
     template = policy.tokenizer.chat_template

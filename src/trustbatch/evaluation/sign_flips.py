@@ -69,6 +69,6 @@ def _subsets(size: int, num_flips: int, seed: int) -> NDArray[np.float64]:
     if size <= LARGEST_EXACT:
         numbers = np.arange(2**size)
         return ((numbers[:, None] >> np.arange(size)) & 1).astype(np.float64)
-    drawn = np.random.default_rng(seed).integers(2, size=(num_flips // 2, size), dtype=np.int8)
-    drawn[0] = 0  # the signs that were seen: without them, p could be 0
-    return np.concatenate([drawn, 1 - drawn]).astype(np.float64)
+    sampled = np.random.default_rng(seed).integers(2, size=(num_flips // 2, size), dtype=np.int8)
+    sampled[0] = 0  # the signs that were seen: without them, p could be 0
+    return np.concatenate([sampled, 1 - sampled]).astype(np.float64)

@@ -46,10 +46,10 @@ class EvaluatedTask:
     task: Task
     problems: tuple[Prompt, ...]
 
-    def drawn_prompt(self, problem: Prompt) -> str:
-        """Return the id that a problem is drawn under: the prompts of a training have others.
+    def sampled_prompt(self, problem: Prompt) -> str:
+        """Return the id that a problem is sampled under: the prompts of a training have others.
 
-        Theirs end in the number of a draw, this one in a slash; so an evaluation within a run
+        Theirs end in the number of a sample, this one in a slash; so an evaluation within a run
         shares no random numbers with its rollouts.
         """
         return f"evaluation/{self.name}/{problem.id}/"

@@ -1,4 +1,4 @@
-"""The asynchronous loop: batches are drawn by engines of their own while this process trains."""
+"""The asynchronous loop: batches are sampled by engines of their own while this process trains."""
 
 import time
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.errors import EngineError
 from trustbatch.loops.live_status import LiveStatus
-from trustbatch.loops.rollout_producer import Drawer
+from trustbatch.loops.rollout_producer import RolloutProducer
 from trustbatch.loops.step import is_checkpoint_due, train_on, write_down
 from trustbatch.observe.progress import Progress
 from trustbatch.session import Session
@@ -19,44 +19,44 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
     returns the last step's metrics.
 
     Consumes graded batches, the oldest first, each in `cluster.reuse` steps.
-    Waits for the next batch and, before a checkpoint, for those that older versions still draw.
-    Unblocked by the drawer, a thread of the first rank, and it unblocks that by new versions.
+    Waits for the next batch and, before a checkpoint, for those that older versions still sample.
+    Unblocked by the producer, a thread of the first rank, and it unblocks that by new versions.
     Produces a version of the policy in each step, metrics, evaluations and checkpoints.
 
-    With `cluster.max_lag` = L, the batch trained at version v was drawn by version v - L (by
+    With `cluster.max_lag` = L, the batch trained at version v was sampled by version v - L (by
     version 0 in the first L steps), as the synchronous loop has it with `rollout.lag` = L: who is
     faster decides about the time that a run takes, and about nothing else. Dynamic sampling keeps
-    groups for the batch after, so it draws from a version that is fresher by one batch. With
-    `cluster.in_flight` that version is only the oldest which may draw a token of the batch.
+    groups for the batch after, so it samples from a version that is fresher by one batch. With
+    `cluster.in_flight` that version is only the oldest which may sample a token of the batch.
     """
     config, loop, metrics = session.config, session.loop, {}
     if loop.step == config.training.steps:
-        return metrics  # nothing is left to draw or to train
+        return metrics  # nothing is left to sample or to train
     # the first rank may wait long for a batch, and the others for it
     patient = patient_group(config.batches_seconds)
     session.publish(version=loop.step)
     session.canary.at_start(version=loop.step)
-    drawer = Drawer(session) if session.fleet is not None else None
-    status = LiveStatus(session, drawer) if drawer else None
+    producer = RolloutProducer(session) if session.engine_pool is not None else None
+    status = LiveStatus(session, producer) if producer else None
     try:
         session.evaluation.before_first_step(loop.step)
         while loop.step < config.training.steps:
             started = time.perf_counter()
-            # ranks other than the first have no drawer, and get what it has drawn
-            groups, metrics = from_rank_zero(drawer.oldest() if drawer else None, group=patient)
+            # ranks other than the first have no producer, and get what it has sampled
+            groups, metrics = from_rank_zero(producer.oldest() if producer else None, group=patient)
             refuse_too_old(session, groups)
             trained, advantages = train_on(session, groups, started=started)
             metrics = metrics | trained
-            if drawer and status:
-                drawer.trained()
+            if producer and status:
+                producer.trained()
                 metrics |= status.trained(loop.step, metrics)
-            # while the drawer goes on: the engines take turns
+            # while the producer goes on: the engines take turns
             metrics |= session.evaluation.after_step(loop.step)
             write_down(session, groups, advantages, metrics)
             # asked of the first rank alone: they may have been asked at different moments
             is_asked_to_stop = from_rank_zero(session.is_asked_to_stop(), group=patient)
             if is_checkpoint_due(session) or is_asked_to_stop:
-                state = drawer.state() if drawer else LoopState(step=loop.step)
+                state = producer.state() if producer else LoopState(step=loop.step)
                 from_rank_zero(None, group=patient)  # all wait, and then save together
                 session.checkpointer.save(state)
             session.checkpointer.raise_failure()
@@ -65,10 +65,10 @@ def train_async(session: Session, progress: Progress) -> dict[str, float]:
                 break
         session.checkpointer.finish()
     finally:
-        if drawer and status:
-            session.engine.close()  # or the drawer may be waiting for one of them
+        if producer and status:
+            session.engine.close()  # or the producer may be waiting for one of them
             session.scorer.close()
-            drawer.close()
+            producer.close()
             status.close()
     if loop.step < config.training.steps:
         session.run.status.close("stopped")  # after those who would say that it runs

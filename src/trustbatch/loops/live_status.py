@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trustbatch.loops.rollout_producer import Drawer
+from trustbatch.loops.rollout_producer import RolloutProducer
 from trustbatch.observe.status import EngineStatus, RunStatus, WorkerState, WorkerStatus
 from trustbatch.session import Session
 
 if TYPE_CHECKING:  # Ray is imported only where a run has [cluster]
-    from trustbatch.cluster.actor_pool import Crew, Worker
+    from trustbatch.cluster.actor_pool import ActorPool, Worker
 
 STEPS_AVERAGED = 10
 SECONDS_BETWEEN = 1.0
@@ -22,19 +22,19 @@ SECONDS_BETWEEN = 1.0
 class LiveStatus:
     """Looks about once a second at engines, reward workers, buffer and waits."""
 
-    def __init__(self, session: Session, drawer: Drawer) -> None:
-        assert session.fleet is not None
+    def __init__(self, session: Session, producer: RolloutProducer) -> None:
+        assert session.engine_pool is not None
         config, loop = session.config, session.loop
-        self._drawer = drawer
+        self._producer = producer
         self._loop = loop
         self._file = session.run.status
-        self._engines = session.fleet.crew
-        self._graders = session.reward_crew
+        self._engines = session.engine_pool.pool
+        self._graders = session.reward_pool
         self._status = RunStatus(
             step=loop.step,
             steps=config.training.steps,
             version=loop.step,
-            buffer_room=drawer.cluster.max_lag // drawer.cluster.reuse + 1,
+            buffer_room=producer.cluster.max_lag // producer.cluster.reuse + 1,
         )
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_AVERAGED)
         self._before: deque[dict[str, tuple[float, float, float]]] = deque(maxlen=STEPS_AVERAGED)
@@ -64,9 +64,9 @@ class LiveStatus:
                 self._look()
 
     def _look(self) -> None:
-        status, drawer = self._status, self._drawer
+        status, producer = self._status, self._producer
         status.buffered_batches = len(self._loop.pending)
-        waits = (("trainer", drawer.trainer_waits_for), ("drawer", drawer.drawer_waits_for))
+        waits = (("trainer", producer.trainer_waits_for), ("producer", producer.producer_waits_for))
         status.waiting_for = "; ".join(f"{who}: {what}" for who, what in waits if what)
         status.engines = {str(w.number): self._engine_status(w) for w in self._engines.workers}
         status.reward_workers = {
@@ -83,9 +83,9 @@ class LiveStatus:
             status.trainer_busy_share = sum(t for t, _ in self._steps) / sum(
                 s for _, s in self._steps
             )
-        crews = self._crews()
-        status.restarts = sum(crew.restarts for crew in crews)
-        status.last_error = max(crews, key=lambda crew: crew.died).last_death
+        pools = self._crews()
+        status.restarts = sum(pool.restarts for pool in pools)
+        status.last_error = max(pools, key=lambda pool: pool.died).last_death
         self._file.update(status)
 
     def _engine_status(self, worker: Worker) -> EngineStatus:
@@ -108,17 +108,17 @@ class LiveStatus:
         return busy_share, (tokens - tokens_before) / seconds
 
     def _counts(self) -> dict[str, tuple[float, float, float]]:
-        return {w.name: self._counts_of(w) for crew in self._crews() for w in crew.workers}
+        return {w.name: self._counts_of(w) for pool in self._crews() for w in pool.workers}
 
     @staticmethod
     def _counts_of(worker: Worker) -> tuple[float, float, float]:
-        """Return the time, and how long it was busy and how many tokens it has drawn until then."""
+        """Return the time, and how long it was busy and how many tokens it has sampled until then."""
         now = time.monotonic()
         current = now - worker.since if worker.chunk is not None and worker.is_ready else 0.0
         return now, worker.busy_seconds + current, worker.notes.get("tokens", 0.0)
 
-    def _crews(self) -> list[Crew]:
-        return [crew for crew in (self._engines, self._graders) if crew is not None]
+    def _crews(self) -> list[ActorPool]:
+        return [pool for pool in (self._engines, self._graders) if pool is not None]
 
 
 def _state(worker: Worker) -> WorkerState:

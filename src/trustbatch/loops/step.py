@@ -39,7 +39,7 @@ def train_on(
     metrics["time/train_seconds"] = end - trained_from
     metrics["time/step_seconds"] = end - started
     metrics["time/trainer_busy_share"] = (end - trained_from) / (end - started)
-    num_tokens = sum(c.num_drawn for group in groups for c in group.completions)
+    num_tokens = sum(c.num_sampled for group in groups for c in group.completions)
     metrics["time/tokens_per_second"] = num_tokens / (end - started)
     return metrics, advantages
 

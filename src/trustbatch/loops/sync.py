@@ -2,7 +2,7 @@
 
 import time
 
-from trustbatch.loops.draw import draw_ahead
+from trustbatch.loops.generate import sample_ahead
 from trustbatch.loops.step import is_checkpoint_due, train_on, write_down
 from trustbatch.observe.progress import Progress
 from trustbatch.observe.step_status import StepStatus
@@ -13,8 +13,8 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     """Train until the configured number of steps is done, or until the session is asked to stop;
     returns the last step's metrics.
 
-    With `rollout.lag` = L, the batch trained at version v was drawn by version v - L (by version 0
-    in the first L steps): batches wait in `loop.pending`, as they would between two machines
+    With `rollout.lag` = L, the batch trained at version v was sampled by version v - L (by version
+    0 in the first L steps): batches wait in `loop.pending`, as they would between two machines
     that run side by side (`async_loop.py`).
     """
     config, loop, metrics = session.config, session.loop, {}
@@ -23,9 +23,9 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     session.evaluation.before_first_step(loop.step)
     while loop.step < config.training.steps:
         started = time.perf_counter()
-        status.draws()
+        status.samples()
         num_ahead = min(config.rollout.lag, config.training.steps - loop.step - 1)
-        draw_ahead(session, num_batches=num_ahead + 1)
+        sample_ahead(session, num_batches=num_ahead + 1)
         groups, metrics = loop.take_batch()
         status.trains(buffered_batches=len(loop.pending))
         trained, advantages = train_on(session, groups, started=started)

@@ -87,12 +87,12 @@ def _decimal(node: Node) -> Fraction:
 
 def _point(names: list[str], number: int) -> dict[str, Fraction]:
     """Return rational values of the variables; the last points have negative ones among them."""
-    draw = random.Random(f"{number}:{names}")
+    rng = random.Random(f"{number}:{names}")
     point = {
-        name: Fraction(draw.randrange(101, 2000, 2), draw.choice((211, 223, 227))) for name in names
+        name: Fraction(rng.randrange(101, 2000, 2), rng.choice((211, 223, 227))) for name in names
     }
     if number >= 2:
-        negative = [name for name in names if draw.random() < 0.5] or names
+        negative = [name for name in names if rng.random() < 0.5] or names
         point |= {name: -point[name] for name in negative}
     return point
 

@@ -44,32 +44,32 @@ class Author:
 
     def documents(self, language: Language, seed: int) -> Iterator[tuple[str, ...]]:
         """Yield prompts, each with a completion, word by word and without end."""
-        draw = random.Random(f"corpus:{seed}")
+        rng = random.Random(f"corpus:{seed}")
         tail = zipf_weights(len(language.words))
         while True:
-            prompt = [draw.randrange(10) for _ in ORDINALS]
-            completion = self._completion(language, prompt, draw, tail)
+            prompt = [rng.randrange(10) for _ in ORDINALS]
+            completion = self._completion(language, prompt, rng, tail)
             yield (*(DIGITS[digit] for digit in prompt), EQUALS, *completion)
 
     def _completion(
-        self, language: Language, prompt: Sequence[int], draw: random.Random, tail: list[float]
+        self, language: Language, prompt: Sequence[int], rng: random.Random, tail: list[float]
     ) -> list[str]:
         words: list[str] = []
         planned: list[str] = []
         step, is_rambling = 0, False
         while len(words) < LONGEST:
             if not planned:
-                is_rambling = draw.random() < (STAYS_RAMBLING if is_rambling else self.ramble)
+                is_rambling = rng.random() < (STAYS_RAMBLING if is_rambling else self.ramble)
                 if is_rambling:
-                    planned = list(draw.choice(language.rambles))
+                    planned = list(rng.choice(language.rambles))
                 elif step == len(ORDINALS):
                     planned = [ANSWER, EOS]
                 else:
-                    planned = _sentence(language, step, prompt[step], draw)
-            if draw.random() < self.slip:
+                    planned = _sentence(language, step, prompt[step], rng)
+            if rng.random() < self.slip:
                 planned = []
-                while len(words) < LONGEST and draw.random() >= self.recover:
-                    words += draw.choices(language.words, cum_weights=tail)
+                while len(words) < LONGEST and rng.random() >= self.recover:
+                    words += rng.choices(language.words, cum_weights=tail)
                 continue
             words.append(planned.pop(0))
             step += words[-1] in DIGITS
@@ -78,15 +78,15 @@ class Author:
         return words
 
 
-def _sentence(language: Language, step: int, digit: int, draw: random.Random) -> list[str]:
+def _sentence(language: Language, step: int, digit: int, rng: random.Random) -> list[str]:
     """Return one that ends in what the author takes for the digit's image."""
-    (said,) = draw.choices(
+    (said,) = rng.choices(
         language.sentences, cum_weights=zipf_weights(len(language.sentences), FAVOR)
     )
-    if draw.random() < language.skills[step][digit]:
+    if rng.random() < language.skills[step][digit]:
         image = language.images[step][digit]
-    elif draw.random() < HABIT:
+    elif rng.random() < HABIT:
         image = language.habits[step][digit]
     else:
-        image = draw.randrange(10)
+        image = rng.randrange(10)
     return [ORDINALS[step], *said, DIGITS[image]]

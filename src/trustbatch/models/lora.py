@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trustbatch.config import ALL_LINEAR, LoraConfig
 from trustbatch.errors import ConfigError
-from trustbatch.utils.distributed import whole
+from trustbatch.utils.distributed import full_tensor
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _NAME = "default"
@@ -72,7 +72,7 @@ class Adapters:
             if owner in layers and kind == ".weight":
                 yield owner + kind, present_weight(layers[owner])
             elif name not in trained:
-                yield owner + kind, whole(parameter.detach())
+                yield owner + kind, full_tensor(parameter.detach())
 
     def merged_state(self) -> dict[str, Tensor]:
         """Return what a model without adapters that computes the same saves; tied weights once."""
@@ -92,7 +92,7 @@ class Adapters:
     def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Write the adapters alone, as PEFT loads them; the present ones, or those given."""
         if tensors is None:
-            tensors = {name: whole(part.detach()) for name, part in self.named_parameters()}
+            tensors = {name: full_tensor(part.detach()) for name, part in self.named_parameters()}
         self.peft_config.save_pretrained(folder)
         tensors = {_file_name(name): each.cpu().contiguous() for name, each in tensors.items()}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -143,11 +143,11 @@ def is_linear(layer: Any) -> bool:
 
 def present_weight(layer: Any) -> Tensor:
     """Return the whole weight that a linear layer computes with; an adapter is added in float32."""
-    weight = whole(layer.weight.detach())  # of an adapted layer, the frozen one
+    weight = full_tensor(layer.weight.detach())  # of an adapted layer, the frozen one
     if not is_adapted(layer):
         return weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    down, up = (whole(part.detach()).to(dtype) for part in _parts(layer))
+    down, up = (full_tensor(part.detach()).to(dtype) for part in _parts(layer))
     return torch.addmm(weight.to(dtype), up, down, alpha=layer.scaling[_NAME])
 
 

@@ -27,7 +27,7 @@ from trustbatch.models.packing.attention import no_mask
 from trustbatch.models.packing.layout import PackedLayout
 from trustbatch.models.packing.probe import enable_packing, has_plain_head
 from trustbatch.types import Prompt
-from trustbatch.utils.distributed import whole
+from trustbatch.utils.distributed import full_tensor
 
 ADAPTER_FOLDER = "adapter"
 """within a saved model's; beside the weights, loaders would take the model for a mere adapter"""
@@ -193,7 +193,7 @@ class Policy:
             yield from self.adapters.merged_weights()
             return
         for name, parameter in self.model.named_parameters():
-            yield name, whole(parameter.detach())
+            yield name, full_tensor(parameter.detach())
 
     def replica(self, device: torch.device, *, precision: str = "auto") -> "Policy":
         """Return a frozen copy for an engine, layers in the precision of its products.

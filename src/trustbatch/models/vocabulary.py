@@ -6,11 +6,11 @@ from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
 
 
-def speak_the_same_tokens(second: Policy, trained: Policy, *, top_logprobs: int) -> None:
-    """Make a second policy draw from the trained policy's tokens, or refuse it.
+def same_tokenizer(second: Policy, trained: Policy, *, top_logprobs: int) -> None:
+    """Make a second policy sample from the trained policy's tokens, or refuse it.
 
     Models of one family often have embeddings for more ids than there are tokens, and not equally
-    many. Ids that the trained model lacks are cut off: the second model then draws from the rest.
+    many. Ids that the trained model lacks are cut off: the second model then samples from the rest.
     """
     refuse_other_vocabulary(second.tokenizer, trained.tokenizer, name=second.name)
     num_needed = 1 + max(trained.tokenizer.get_vocab().values())

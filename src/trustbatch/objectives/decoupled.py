@@ -1,4 +1,4 @@
-"""Decoupled PPO: clip against a recent snapshot, correct for the policy that drew the data."""
+"""Decoupled PPO: clip against a recent snapshot, correct for the policy that sampled the data."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,6 +1,6 @@
 """What the objectives measure: bounded ratios, effective sample size and three KL estimates.
 
-Notation, for a token drawn by the behavior policy pi_b: l = logp - behavior_logp, r = exp(l).
+Notation, for a token sampled by the behavior policy pi_b: l = logp - behavior_logp, r = exp(l).
 """
 
 from dataclasses import dataclass

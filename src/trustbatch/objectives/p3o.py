@@ -27,8 +27,8 @@ class P3O(Objective):
     """loss = (1/N) sum [ -sg(min(r, e)) A logp + (1 - e) KL(pi || anchor) ].
 
     e = sg((sum r)^2 / (N sum r^2)) is the normalized effective sample size of the ratios to what
-    was really drawn from. Fakoor et al., the paper's equation for L_P3O and its Algorithm 2.
-    Differences from the paper: the anchor is the *model* that drew the token, before temperature
+    was really sampled from. Fakoor et al., the paper's equation for L_P3O and its Algorithm 2.
+    Differences from the paper: the anchor is the *model* that sampled the token, before temperature
     and truncation (`anchor="sampler"` takes the tempered, truncated one, as the text says); e is
     taken over the whole optimizer step (`ess_scope="micro_batch"` takes it per micro-batch, as
     Algorithm 2 does), and `kl` chooses how the KL is measured (see `estimators`).
@@ -56,7 +56,7 @@ class P3O(Objective):
 
     @property
     def needs_anchor(self) -> bool:
-        """Only a pull to the model looks beyond what was drawn from."""
+        """Only a pull to the model looks beyond what was sampled from."""
         return self.anchor == "model" and self.kl != "none"
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
@@ -97,12 +97,12 @@ class P3O(Objective):
 
 
 def sampler_anchor(kl: str, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probs [T] and [T, K] of the distribution drawn from."""
+    """Return the log-probs [T] and [T, K] of the distribution sampled from."""
     return tokens.behavior_logp, _top(kl, tokens.behavior_top_logp, "behavior_top_logp")
 
 
 def model_anchor(kl: str, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-    """Return those of the model that drew; engines record them only where they differ."""
+    """Return those of the model that sampled; engines record them only where they differ."""
     if tokens.anchor_logp is None:
         return sampler_anchor(kl, tokens)
     return tokens.anchor_logp, _top(kl, tokens.anchor_top_logp, "anchor_top_logp")

@@ -22,8 +22,8 @@ class PACT(Objective):
     """loss = (1/N) sum [ -sg(min(r, e_s)) A logp + (1 - e_s) KL(pi || model) + c KL(pi || prox) ].
 
     e_s is the effective sample size of the ratios of the tokens that the same source (policy and
-    version) drew, `model` who drew the token, before temperature and truncation, and c the standard
-    error of the advantage among the sequences that the batch can still speak for:
+    version) sampled, `model` who sampled the token, before temperature and truncation, and c the
+    standard error of the advantage among the sequences that the batch can still speak for:
 
         c = rms(A) min(1, n_eff^(-1/2)),   n_eff = n (s e_prox)^(tokens per sequence)
 

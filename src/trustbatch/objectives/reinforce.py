@@ -1,4 +1,4 @@
-"""REINFORCE: the score-function gradient, which takes every token as drawn by the policy itself."""
+"""REINFORCE: the score-function gradient, which takes every token as sampled by the policy itself."""
 
 from dataclasses import dataclass
 

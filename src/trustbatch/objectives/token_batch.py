@@ -20,7 +20,7 @@ class TokenBatch:
     logp: Tensor
     """[T] log-probability of each token under the policy being optimized; carries the gradient."""
     behavior_logp: Tensor
-    """[T] log-probability of each token under the distribution that it was drawn from."""
+    """[T] log-probability of each token under the distribution that it was sampled from."""
     advantage: Tensor
     """[T] the advantage of the token's sequence."""
     sequence: Tensor
@@ -36,7 +36,7 @@ class TokenBatch:
     behavior_top_logp: Tensor | None = None
     """[T, K] the engine's own log-probabilities of those tokens."""
     anchor_logp: Tensor | None = None
-    """[T] log-probability under the policy that drew the token, before temperature, top-k and top-p
+    """[T] log-probability under the policy that sampled the token, before temperature, top-k and top-p
     and at the temperature of the policy being optimized; None: the same as `behavior_logp`."""
     anchor_top_logp: Tensor | None = None
     """[T, K] likewise of the engine's K most likely tokens."""

@@ -39,13 +39,13 @@ class TwoAnchor(P3O):
         # with no distrust at all the weight is arbitrary: the KL is multiplied by 0
         share = torch.where(distrust > 0, (1.0 - ess_behavior) / distrust.clamp(min=1e-300), 1.0)
         proximal = require(tokens.proximal_logp, "proximal_logp", "two_anchor").detach()
-        drawn_by, drawn_by_top = self.anchor_of(tokens)
-        mixture = log_mixture(share.to(dtype), drawn_by, proximal)
+        sampled_by, sampled_by_top = self.anchor_of(tokens)
+        mixture = log_mixture(share.to(dtype), sampled_by, proximal)
         mixture_top = None
         if self.needs_top_logp:
-            assert drawn_by_top is not None, "anchor_of has required it"
+            assert sampled_by_top is not None, "anchor_of has required it"
             proximal_top = require(tokens.proximal_top_logp, "proximal_top_logp", 'kl="top_k"')
-            mixture_top = log_mixture(share.to(dtype), drawn_by_top, proximal_top.detach())
+            mixture_top = log_mixture(share.to(dtype), sampled_by_top, proximal_top.detach())
         ess = torch.minimum(ess_behavior, ess_proximal)
         kl = kl_to(self.kl, tokens, mixture, mixture_top)
         loss, metrics = self.capped_loss(tokens, totals, ess, kl)

@@ -16,13 +16,13 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Describe rewards, lengths and age of a graded batch about to be trained on.
 
-    `policy` at `version` trains on it; the lag of a token that it drew itself is how much older
+    `policy` at `version` trains on it; the lag of a token that it sampled itself is how much older
     that version was, and the lag of a completion is that of its first token. Where second policies
-    drew some, each policy has numbers of its own.
+    sampled some, each policy has numbers of its own.
     """
     rewards = rewards_of(groups)
     completions = [completion for group in groups for completion in group.completions]
-    lengths = torch.tensor([c.num_drawn for c in completions], dtype=torch.float64)
+    lengths = torch.tensor([c.num_sampled for c in completions], dtype=torch.float64)
     truncated = [c.finish_reason is FinishReason.LENGTH for c in completions]
     own = [c for c in completions if c.provenance.policy == policy]
     lags = Counter(version - c.provenance.version for c in own)
@@ -49,7 +49,7 @@ def rollout_metrics(
 
 
 def _mean_version(completion: Completion) -> float:
-    """Return the mean over a completion's tokens of the versions that drew them."""
+    """Return the mean over a completion's tokens of the versions that sampled them."""
     if completion.versions is None:
         return completion.provenance.version
     return float(completion.version_of_token.double().mean())
@@ -98,13 +98,13 @@ def _episodes(completions: Sequence[Completion]) -> dict[str, float]:
         return {}
     turns = [sum(turn.role is Role.POLICY for turn in each.turns) for each in episodes]
     ended = [each.finish_reason is FinishReason.STOP for each in episodes]
-    drawn = sum(each.num_drawn for each in episodes)
+    sampled = sum(each.num_sampled for each in episodes)
     return {
         "episode/turns_mean": sum(turns) / len(turns),
         "episode/turns_max": float(max(turns)),
         "episode/ended_fraction": sum(ended) / len(ended),
-        "episode/drawn_tokens": float(drawn),
-        "episode/environment_tokens": float(sum(len(e.token_ids) for e in episodes) - drawn),
+        "episode/sampled_tokens": float(sampled),
+        "episode/environment_tokens": float(sum(len(e.token_ids) for e in episodes) - sampled),
     }
 
 
@@ -112,15 +112,15 @@ def _by_policy(completions: Sequence[Completion], rewards: Sequence[float]) -> d
     """Return share of completions, tokens and mean reward of each policy, if there are several."""
     rows: dict[str, list[tuple[int, float]]] = {}
     for completion, reward in zip(completions, rewards, strict=True):
-        row = (completion.num_drawn, reward)
+        row = (completion.num_sampled, reward)
         rows.setdefault(completion.provenance.policy, []).append(row)
     if len(rows) == 1:
         return {}
     metrics: dict[str, float] = {}
-    for policy, drawn in rows.items():
-        metrics[f"policy/{policy}/share"] = len(drawn) / len(completions)
-        metrics[f"policy/{policy}/tokens"] = float(sum(tokens for tokens, _ in drawn))
-        given = [reward for _, reward in drawn if not math.isnan(reward)]
+    for policy, sampled in rows.items():
+        metrics[f"policy/{policy}/share"] = len(sampled) / len(completions)
+        metrics[f"policy/{policy}/tokens"] = float(sum(tokens for tokens, _ in sampled))
+        given = [reward for _, reward in sampled if not math.isnan(reward)]
         if given:
             metrics[f"policy/{policy}/reward"] = sum(given) / len(given)
     return metrics

@@ -42,9 +42,9 @@ class EngineStatus(WorkerStatus):
     """A rollout engine."""
 
     tokens_per_second: float = 0.0
-    """drawn in the last seconds or steps, idle time included"""
+    """sampled in the last seconds or steps, idle time included"""
     version: int = 0
-    """of the weights that it draws from"""
+    """of the weights that it samples from"""
 
 
 @dataclass(kw_only=True)
@@ -61,7 +61,7 @@ class RunStatus:
     buffer_room: int = 0
     """how many may wait"""
     waiting_for: str = ""
-    """what the trainer or the drawer waits for at present"""
+    """what the trainer or the producer waits for at present"""
     lag_counts: dict[int, int] = field(default_factory=dict)
     """completions trained on since this start of the run, by lag"""
     one_minus_ess_by_lag: dict[int, float] = field(default_factory=dict)

@@ -148,7 +148,7 @@ def status_table(folder: Path, record: StatusRecord, verdict: Verdict) -> Render
     rows.add_column()
     rows.add_row("step", _step(record, is_running=is_running))
     waiting = f"{record.buffered_batches} of {record.buffer_room} batches waiting"
-    rows.add_row("buffer", waiting if record.buffer_room else "none: drawn and trained in turns")
+    rows.add_row("buffer", waiting if record.buffer_room else "none: sampled and trained in turns")
     if record.waiting_for and is_running:
         rows.add_row("waiting for", Text(plain_line(record.waiting_for)))
     rows.add_row("trainer", f"busy {percent(record.trainer_busy_share)}")
@@ -201,8 +201,8 @@ def _workers(kind: str, workers: Mapping[str, WorkerStatus], *, is_running: bool
     table = Table()
     table.add_column(kind)
     table.add_column("state")
-    draws = any(isinstance(worker, EngineStatus) for worker in workers.values())
-    for heading in (*(("version", "tokens/s") if draws else ()), "busy", "restarts"):
+    samples = any(isinstance(worker, EngineStatus) for worker in workers.values())
+    for heading in (*(("version", "tokens/s") if samples else ()), "busy", "restarts"):
         table.add_column(heading, justify="right")
     for name, worker in workers.items():
         cells = [percent(worker.busy_share), str(worker.restarts)]

@@ -1,4 +1,4 @@
-"""The status of a run that draws and trains in turns."""
+"""The status of a run that samples and trains in turns."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ class StepStatus:
         self._recent: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=STEPS_AVERAGED)
         file.update(self._status)
 
-    def draws(self) -> None:
-        """Completions are being drawn and graded."""
+    def samples(self) -> None:
+        """Completions are being sampled and graded."""
         self._engine.state = "busy"
         self._file.update(self._status)
 
@@ -38,7 +38,7 @@ class StepStatus:
         self._file.update(self._status)
 
     def trained(self, step: int, metrics: Mapping[str, float], *, num_tokens: int) -> None:
-        """A step is done, and so many tokens were drawn since the run was started."""
+        """A step is done, and so many tokens were sampled since the run was started."""
         status, engine = self._status, self._engine
         status.add_step(step, metrics)
         engine.version = step

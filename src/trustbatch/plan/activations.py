@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trustbatch.models.packing.attention import NAME, REPLACES, no_mask
-from trustbatch.models.packing.layout import PackedLayout, Unit
+from trustbatch.models.packing.layout import PackedLayout, Segment
 from trustbatch.models.policy import without_weights
 from trustbatch.plan.outline import ModelOutline
 
@@ -72,7 +72,7 @@ def _shallow(outline: ModelOutline, depth: int, *, trust_remote_code: bool) -> A
 def _saved_bytes(decoder: Any, length: int, precision: torch.dtype | None) -> int:
     """Return the bytes of all distinct tensors that a pass over two sequences saves."""
     ids = torch.zeros(2 * length, dtype=torch.long)
-    layout = PackedLayout.of([Unit(length), Unit(length)])
+    layout = PackedLayout.of([Segment(length), Segment(length)])
     parameters = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
     saved: dict[int, Tensor] = {}  # they stay alive, or the memory of one becomes another's
 

@@ -110,7 +110,7 @@ def _second_policy(config: Config, second: SecondPolicyConfig) -> str:
     num_parameters, _ = count_parameters(second.model, trust_remote_code=second.trust_remote_code)
     temperature = second.temperature or config.rollout.temperature
     return (
-        f"policy      {second.policy_name}: draws {second.share:.0%} at temperature {temperature}, "
+        f"policy      {second.policy_name}: samples {second.share:.0%} at temperature {temperature}, "
         f"{num_parameters:,} parameters, {size(4 * num_parameters)}"
     )
 

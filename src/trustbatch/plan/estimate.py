@@ -314,14 +314,14 @@ class Estimator:
     def _log_probs(self, tokens: int, setting: Setting) -> float:
         """Bytes of the head's backward pass: a slice of logits, and gradients of its operands."""
         outline = self.outline
-        num_drawn = tokens * self.config.rollout.max_tokens / self.longest_sequence
-        logits = FLOAT32 * num_drawn * outline.vocabulary
+        num_sampled = tokens * self.config.rollout.max_tokens / self.longest_sequence
+        logits = FLOAT32 * num_sampled * outline.vocabulary
         if not outline.has_plain_logits:
             return ALL_LOGIT_COPIES * logits
         largest = GPU_SLICE_BYTES if self.hardware.is_gpu else CPU_SLICE_BYTES
         rounded = 1.0 if self._product_type is None else BFLOAT16 / FLOAT32
         slices = min(logits, largest) * (1 + rounded)
-        hidden = num_drawn * outline.width * (2 * FLOAT32 + BFLOAT16)
+        hidden = num_sampled * outline.width * (2 * FLOAT32 + BFLOAT16)
         return slices + hidden + self._head_gradient(setting)
 
     def _head_gradient(self, setting: Setting) -> float:

@@ -23,8 +23,8 @@ def cached_tokens(
         return num_prompts * prompt_tokens + num_rows * max_tokens
     pool = 1 + num_prompts * _pages(prompt_tokens) + num_rows  # one page is scratch
     shared = prompt_tokens // PAGE
-    for drawn in range(1, max_tokens, STEPS_ON_GPU):
-        last = min(drawn + STEPS_ON_GPU, max_tokens)
+    for sampled in range(1, max_tokens, STEPS_ON_GPU):
+        last = min(sampled + STEPS_ON_GPU, max_tokens)
         needed = 1 + num_prompts * shared + num_rows * (_pages(prompt_tokens + last) - shared)
         if needed > pool:
             pool = max(needed, int(pool * GROWTH))

@@ -69,7 +69,7 @@ class GraderPool:
     def prepare(self) -> None:
         """Wait for one process that has loaded the grader; raises as `run` does."""
         while not any(process.is_ready for process in self._processes):
-            self._staff(1)
+            self._start_workers(1)
             self._answers()
 
     def run(self, items: Sequence[Any]) -> list[Outcome]:
@@ -81,7 +81,7 @@ class GraderPool:
         missing = len(items)
         said = time.monotonic()
         while missing:
-            self._staff(min(self.workers, missing))
+            self._start_workers(min(self.workers, missing))
             for process in self._processes:
                 if process.is_ready and process.item is None and waiting:
                     number, item = waiting.popleft()
@@ -99,7 +99,7 @@ class GraderPool:
         for process in list(self._processes):
             self._end(process)
 
-    def _staff(self, count: int) -> None:
+    def _start_workers(self, count: int) -> None:
         """Have so many processes, or more."""
         while len(self._processes) < count:
             process = _Process(self._start)
@@ -143,7 +143,7 @@ class GraderPool:
                 self._end(process)
                 return found
         if not alive:
-            found += self._bury(process)
+            found += self._remove(process)
         return found
 
     def _refuse_start(self, reason: str) -> None:
@@ -157,7 +157,7 @@ class GraderPool:
                 f"({reason}), which others had loaded before: undo what has changed since."
             )
 
-    def _bury(self, process: "_Process") -> list[tuple[int, Outcome]]:
+    def _remove(self, process: "_Process") -> list[tuple[int, Outcome]]:
         item, was_ready = process.item, process.is_ready
         how = _how_it_ended(self._end(process))
         if item is not None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from trustbatch.types import RolloutGroup
-from trustbatch.utils.distributed import done_once
+from trustbatch.utils.distributed import on_rank_zero
 
 
 class GroupScorer(Protocol):
@@ -27,7 +27,7 @@ class SharedScorer:
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with the grades that rank 0 gave."""
-        return done_once(lambda: self.own.score(groups))
+        return on_rank_zero(lambda: self.own.score(groups))
 
     def close(self) -> None:
         """End the processes of this rank."""

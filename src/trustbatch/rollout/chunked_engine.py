@@ -16,11 +16,11 @@ def parts_of(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-class EngineInParts:
-    """Divides requests as an `EngineFleet` does, so that both round in the same way.
+class ChunkedEngine:
+    """Divides requests as an `EnginePool` does, so that both round in the same way.
 
     What is computed together decides about the last bits of log-probs: with the same parts, one
-    engine and many draw the same, bit for bit.
+    engine and many sample the same, bit for bit.
     """
 
     def __init__(self, engine: RolloutEngine, *, prompts_per_call: int) -> None:
@@ -29,7 +29,7 @@ class EngineInParts:
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next completions are drawn from."""
+        """Version of the weights that the next completions are sampled from."""
         return self.engine.version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

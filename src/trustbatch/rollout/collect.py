@@ -24,10 +24,10 @@ def collect(
     first_group: int = 0,
     max_turns: int = MAX_TURNS,
 ) -> list[RolloutGroup]:
-    """Draw `num_samples` completions of every prompt; one group a prompt, in their order.
+    """Sample `num_samples` completions of every prompt; one group a prompt, in their order.
 
     Where `task` is an environment it answers them, and each goes on for up to `max_turns` turns;
-    None draws the first turn alone. `first_group` is the number of the first prompt in the run.
+    None samples the first turn alone. `first_group` is the number of the first prompt in the run.
     """
     _refuse_repeated(prompts)
     requests = [
@@ -60,8 +60,8 @@ def _refuse_repeated(prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         if prompt.id in seen:
             raise ConfigError(
-                f"Two prompts of a batch have the id {prompt.id!r} and would draw the same "
-                "samples: let the task's `prompt(index)` give each draw an id of its own."
+                f"Two prompts of a batch have the id {prompt.id!r} and would sample the same "
+                "samples: let the task's `prompt(index)` give each sample an id of its own."
             )
         seen.add(prompt.id)
 

@@ -9,11 +9,11 @@ from trustbatch.types import Completion, GenerationRequest
 
 
 class RolloutEngine(Protocol):
-    """Draws completions, and says from which version of the policy it drew them."""
+    """Samples completions, and says from which version of the policy it sampled them."""
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next completions are drawn from."""
+        """Version of the weights that the next completions are sampled from."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

@@ -154,7 +154,7 @@ class Episode:
         assert self.finish_reason is not None
         first = self.parts[0]
         assert isinstance(first, Completion)
-        drawn = [
+        sampled = [
             torch.full((len(part.token_ids),), isinstance(part, Completion)) for part in self.parts
         ]
         return replace(
@@ -168,12 +168,12 @@ class Episode:
             finish_reason=self.finish_reason,
             provenance=first.provenance,
             versions=self._versions(),
-            drawn=torch.cat(drawn) if len(drawn) > 1 else None,
+            sampled=torch.cat(sampled) if len(sampled) > 1 else None,
             turns=self.turns,
         )
 
     def _versions(self) -> Tensor | None:
-        """Return who drew each token, where that was not the same version in all turns."""
+        """Return who sampled each token, where that was not the same version in all turns."""
         turns = [part for part in self.parts if isinstance(part, Completion)]
         if len({version for turn in turns for version in turn.all_versions}) == 1:
             return None
@@ -186,7 +186,7 @@ class Episode:
         return torch.cat(parts)
 
     def _recorded(self, name: str) -> Tensor | None:
-        """Lay what was recorded of drawn tokens end to end; zeros, which nobody reads, between."""
+        """Lay what was recorded of sampled tokens end to end; zeros, which nobody reads, between."""
         like = getattr(self.last_turn, name)
         if like is None:
             return None

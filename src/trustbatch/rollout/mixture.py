@@ -17,7 +17,7 @@ from trustbatch.types import Completion, GenerationRequest, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class SecondPolicy:
-    """An engine with a model that is never trained, and how much of each group it draws."""
+    """An engine with a model that is never trained, and how much of each group it samples."""
 
     name: str
     engine: RolloutEngine
@@ -29,7 +29,7 @@ class SecondPolicy:
     top_k: int | None = None
 
     def sampling(self, requested: SamplingParams) -> SamplingParams:
-        """Return how this policy draws where another is asked to draw as `requested`."""
+        """Return how this policy samples where another is asked to sample as `requested`."""
         return told_sampling(self, requested)
 
     def refuse_too_long(self, request: GenerationRequest) -> None:
@@ -55,7 +55,7 @@ def told_sampling(
 class MixedEngine:
     """Divides the samples of each group between the trained policy's engine and second policies.
 
-    The trained policy draws the first samples of a group, the others those after it, in the order
+    The trained policy samples the first samples of a group, the others those after it, in the order
     of the configuration; `division` says how many, and a request that names a policy is that one's
     alone. Version and weights are the trained policy's:
     second policies are frozen.
@@ -73,11 +73,11 @@ class MixedEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return all samples of all requests: in the order of the requests, then of the samples."""
         counts = [self._counts(request) for request in requests]
-        drawn = [self._draw(number, requests, counts) for number in range(1 + len(self.others))]
+        sampled = [self._sample(number, requests, counts) for number in range(1 + len(self.others))]
         return [
             completion
             for number in range(len(requests))
-            for by_request in drawn
+            for by_request in sampled
             for completion in by_request[number]
         ]
 
@@ -105,18 +105,18 @@ class MixedEngine:
         return [self.trained, *(policy.engine for policy in self.others)]
 
     def _counts(self, request: GenerationRequest) -> tuple[int, ...]:
-        """Return how many samples each policy draws, the trained one first."""
+        """Return how many samples each policy samples, the trained one first."""
         if request.policy is None:
             shares = [policy.share for policy in self.others]
             return division(shares, request.num_samples, group=request.group)
-        # an episode is drawn by one policy throughout
+        # an episode is sampled by one policy throughout
         second = [request.num_samples * (each.name == request.policy) for each in self.others]
         return (request.num_samples - sum(second), *second)
 
-    def _draw(
+    def _sample(
         self, number: int, requests: Sequence[GenerationRequest], counts: Sequence[Sequence[int]]
     ) -> list[list[Completion]]:
-        """Draw one policy's part of every request; policy 0 is the trained one."""
+        """Sample one policy's part of every request; policy 0 is the trained one."""
         second = self.others[number - 1] if number else None
         parts = []
         for request, count in zip(requests, counts, strict=True):
@@ -137,9 +137,9 @@ class MixedEngine:
 
 
 def division(shares: Sequence[float], num_samples: int, *, group: int) -> tuple[int, ...]:
-    """Return how many samples of a group each policy draws: the trained one first.
+    """Return how many samples of a group each policy samples: the trained one first.
 
-    A policy with share s draws s * num_samples, rounded down in some groups and up in others.
+    A policy with share s samples s * num_samples, rounded down in some groups and up in others.
     Which, is a function of the group's number alone, such that the long-run share is exact: the
     bounds between policies are shifted by a low-discrepancy sequence before they are rounded.
 

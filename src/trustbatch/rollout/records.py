@@ -51,7 +51,7 @@ def readable_record(
 ) -> dict[str, Any]:
     """Return one completion with its reward and provenance, for rollouts/*.jsonl and reports."""
     completion, grade = group.completions[sample], group.grades[sample]
-    num_drawn = completion.num_drawn
+    num_sampled = completion.num_sampled
     behavior_logp = completion.of_policy(completion.behavior_logp)
     record = {
         "step": step,
@@ -65,14 +65,14 @@ def readable_record(
         **({"parts": dict(grade.parts)} if grade.parts else {}),
         **({"ungraded": f"{grade.status}: {grade.reason}"} if grade.reason else {}),
         "finish_reason": str(completion.finish_reason),
-        "tokens": num_drawn,
+        "tokens": num_sampled,
         "mean_behavior_logp": float(behavior_logp.mean()),
         **asdict(completion.provenance),
     }
     if completion.versions is not None:
         record["tokens_by_version"] = Counter(completion.version_of_token.tolist())
     if completion.turns:
-        record["environment_tokens"] = len(completion.token_ids) - num_drawn
+        record["environment_tokens"] = len(completion.token_ids) - num_sampled
         record["turns"] = [asdict(turn) for turn in completion.turns]
     return record
 
@@ -97,7 +97,7 @@ def _completion_to_record(completion: Completion) -> dict[str, Any]:
 def _completion_from_record(record: dict[str, Any]) -> Completion:
     top_ids, top_logp = record.get("top_token_ids"), record.get("behavior_top_logp")
     anchor_logp, anchor_top = record.get("anchor_logp"), record.get("anchor_top_logp")
-    drawn, versions = record.get("drawn"), record.get("versions")
+    sampled, versions = record.get("sampled"), record.get("versions")
     return Completion(
         prompt_id=record["prompt_id"],
         sample=record["sample"],
@@ -110,7 +110,7 @@ def _completion_from_record(record: dict[str, Any]) -> Completion:
         finish_reason=FinishReason(record["finish_reason"]),
         provenance=Provenance(**record["provenance"]),
         text=record["text"],
-        drawn=None if drawn is None else torch.tensor(drawn, dtype=torch.bool),
+        sampled=None if sampled is None else torch.tensor(sampled, dtype=torch.bool),
         turns=tuple(
             Turn(role=Role(turn["role"]), text=turn["text"]) for turn in record.get("turns", ())
         ),

@@ -16,8 +16,8 @@ _POLICY, _REPLY = "POLICY-SPEAKS-HERE", "REPLY-STANDS-HERE"
 class ReplyEncoder:
     """Tokenizes replies, with what a chat template writes between two turns of the policy.
 
-    The policy's own tokens stay as they were drawn, its stop token included; nothing that was
-    drawn is ever tokenized again. Example: with the tokens of ChatML, the reply "higher" becomes
+    The policy's own tokens stay as they were sampled, its stop token included; nothing that was
+    sampled is ever tokenized again. Example: with the tokens of ChatML, the reply "higher" becomes
     those of "\\n<|im_start|>user\\nhigher<|im_end|>\\n<|im_start|>assistant\\n".
     """
 
@@ -60,7 +60,7 @@ class ReplyEncoder:
 
 
 def _after_stop(text: str, policy: Policy) -> str:
-    """Leave out the end of the policy's turn: it has drawn a stop token itself."""
+    """Leave out the end of the policy's turn: it has sampled a stop token itself."""
     stops = policy.tokenizer.convert_ids_to_tokens(list(policy.stop_token_ids))
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     return text[min(ends, default=0) :]

@@ -1,4 +1,4 @@
-"""From logits to a token: which distribution it is drawn from, and the number that draws it.
+"""From logits to a token: which distribution it is sampled from, and the number that samples it.
 
 The random number is a pure function of (run seed, policy version, prompt id, sample index, turn,
 position), so a sample does not depend on what else is in the batch, on how many engines there are,
@@ -23,7 +23,7 @@ _GOLDEN, _MIX_1, _MIX_2 = (
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampledTokens:
     """One token for each row of a batch, with what is recorded about it."""
 
     token_ids: Tensor
@@ -40,7 +40,7 @@ class Draw:
     """[B, K] float32"""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> "Draw":
+    def of(cls, tensors: Mapping[str, Tensor]) -> "SampledTokens":
         """Build one from tensors by name; those that are not named are not there."""
         return cls(**{name: tensors.get(name) for name in cls.__slots__})  # type: ignore[arg-type]
 
@@ -49,12 +49,12 @@ class Draw:
         parts = {name: getattr(self, name) for name in self.__slots__}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Draw":
+    def map(self, change: Callable[[Tensor], Tensor]) -> "SampledTokens":
         """Return the same with every tensor changed in the same way."""
-        return Draw.of({name: change(part) for name, part in self.tensors().items()})
+        return SampledTokens.of({name: change(part) for name, part in self.tensors().items()})
 
     @classmethod
-    def joined(cls, parts: Sequence["Draw"]) -> "Draw":
+    def joined(cls, parts: Sequence["SampledTokens"]) -> "SampledTokens":
         """Lay several end to end."""
         names = parts[0].tensors()
         return cls.of({name: torch.cat([getattr(part, name) for part in parts]) for name in names})
@@ -91,7 +91,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def sampling_logprobs(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return log-probs [B, V] in float32 of the distribution tokens are drawn from.
+    """Return log-probs [B, V] in float32 of the distribution tokens are sampled from.
 
     Temperature first, then top-k, then top-p on what is left; excluded tokens have -inf, and the
     rest is renormalized.
@@ -121,8 +121,10 @@ def _cut(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | Non
     return torch.log_softmax(logp, dim=-1), None if is_cut_by_number else index
 
 
-def draw(logits: Tensor, keys: Tensor, position: int | Tensor, sampling: SamplingParams) -> Draw:
-    """Draw one token for each row of logits [B, V] by inverting its cumulative distribution.
+def sample_tokens(
+    logits: Tensor, keys: Tensor, position: int | Tensor, sampling: SamplingParams
+) -> SampledTokens:
+    """Sample one token for each row of logits [B, V] by inverting its cumulative distribution.
 
     Nothing waits for the device. Logits that are not finite show as a log-prob of NaN, which
     `refuse_divergence` looks for where the numbers reach the host.
@@ -148,7 +150,7 @@ def draw(logits: Tensor, keys: Tensor, position: int | Tensor, sampling: Samplin
             top_token_ids, _ = (anchor or recorded).top(sampling.top_logprobs)
         top_logp = recorded.logp(top_token_ids)
         anchor_top_logp = None if anchor is None else anchor.logp(top_token_ids)
-    return Draw(
+    return SampledTokens(
         token_ids=token_ids,
         logp=recorded.logp(token_ids[:, None]).squeeze(-1),
         top_token_ids=top_token_ids,
@@ -159,9 +161,9 @@ def draw(logits: Tensor, keys: Tensor, position: int | Tensor, sampling: Samplin
 
 
 def refuse_divergence(logp: Tensor) -> None:
-    """Raise if the log-prob of a drawn token is not finite."""
+    """Raise if the log-prob of a sampled token is not finite."""
     if not bool(torch.isfinite(logp).all()):
         raise DivergedError(
-            "The policy's logits are not finite, so nothing can be drawn: lower "
+            "The policy's logits are not finite, so nothing can be sampled: lower "
             "training.learning_rate, or look for a broken checkpoint."
         )

@@ -1,4 +1,4 @@
-"""One engine for all ranks: each draws its share of the completions, and all get all of them."""
+"""One engine for all ranks: each samples its share of the completions, and all get all of them."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Completion, GenerationRequest
-from trustbatch.utils.distributed import gathered, this_rank
+from trustbatch.utils.distributed import all_gather, this_rank
 
 
 class SharedEngine:
     """Deals requests to the first `num_owners` ranks, which have an engine of their own.
 
-    What is drawn does not depend on who draws it, so the result is the same for any number of
+    What is sampled does not depend on who samples it, so the result is the same for any number of
     ranks. All ranks call every method, in the same order.
     """
 
@@ -24,16 +24,16 @@ class SharedEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next completions are drawn from."""
+        """Version of the weights that the next completions are sampled from."""
         return self._version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Draw this rank's share; return the completions of all requests, in their order."""
-        drawn: list[Completion] = []
+        """Sample this rank's share; return the completions of all requests, in their order."""
+        sampled: list[Completion] = []
         if self.own is not None:
             share = requests[this_rank() :: self.num_owners]
-            drawn = self.own.generate(share) if share else []
-        by_owner = [deque(part) for part in gathered(drawn)]
+            sampled = self.own.generate(share) if share else []
+        by_owner = [deque(part) for part in all_gather(sampled)]
         return [
             by_owner[number % self.num_owners].popleft()
             for number, request in enumerate(requests)

@@ -12,7 +12,7 @@ from trustbatch.studies.job import Job
 
 
 def evaluate_on_suite(job: Job) -> None:
-    """Draw and grade what the folder does not have yet, and write results.json."""
+    """Sample and grade what the folder does not have yet, and write results.json."""
     details = job.details
     if details["is_checkpoint"] and not Path(details["model"]).is_dir():
         raise ConfigError(f"{details['model']} is not there: finish the study that trains it.")

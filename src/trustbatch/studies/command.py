@@ -37,7 +37,7 @@ def add_study_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", help="some of the arms: p3o,grpo-0.2")
     parser.add_argument("--steps", type=_whole, help="of each run")
     parser.add_argument("--model", help="folder or name of the model that is trained")
-    parser.add_argument("--second-model", help="the one that draws a share, where a study mixes")
+    parser.add_argument("--second-model", help="the one that samples a share, where a study mixes")
     parser.add_argument("--task", choices=("gsm8k", "deepscaler"), help="of the gpu scale")
     parser.add_argument("--data", help="folder with NAME.jsonl.gz of each named task")
     parser.add_argument("--out", help="folder of the study; runs/studies/NAME-SCALE unless given")

@@ -18,7 +18,7 @@ NORMAL_95 = 1.96
 def evaluate_held_out(
     checkpoint: Path, held_out: Mapping[str, Any], *, model: Mapping[str, Any], file: Path
 ) -> None:
-    """Draw and grade at temperature 1, and write mean and 95% interval over prompts."""
+    """Sample and grade at temperature 1, and write mean and 95% interval over prompts."""
     options = dict(held_out["task"])
     policy = Policy.load(
         str(checkpoint),

@@ -68,7 +68,7 @@ class WorkerProcess:
             return f"was ended by {signal.Signals(-code).name}"
         return f"ended with status {code}"
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         """Return the end of its log."""
         if not self.log.is_file():
             return ""
@@ -94,7 +94,7 @@ class WorkerProcess:
         self._process.wait()
 
 
-class Crew:
+class JobPool:
     """Some workers; one that dies is replaced when there is more to do."""
 
     def __init__(self, size: int, *, logs: Path, lock: int, threads: int | None) -> None:

@@ -15,7 +15,7 @@ def lag(scale: Scale, versions: int) -> Regime:
 
 
 def temperature(value: float) -> Regime:
-    """Rollouts drawn at another temperature than the policy's, which stays 1."""
+    """Rollouts sampled at another temperature than the policy's, which stays 1."""
     return Regime(
         name=f"t{value:.1f}", label=f"T = {value:.1f}", changes={"rollout.temperature": value}
     )

@@ -55,7 +55,7 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """The mean reward on prompts that were not trained on, drawn at temperature 1."""
+    """The mean reward on prompts that were not trained on, sampled at temperature 1."""
 
     mean: float
     low: float

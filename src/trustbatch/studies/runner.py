@@ -9,7 +9,7 @@ from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.status import FILE_NAME as STATUS_FILE
 from trustbatch.studies.folder import write_failure
 from trustbatch.studies.job import Job
-from trustbatch.studies.job_pool import Crew, WorkerProcess
+from trustbatch.studies.job_pool import JobPool, WorkerProcess
 from trustbatch.studies.running_step import share_done
 
 LOOK_SECONDS = 0.5
@@ -74,7 +74,7 @@ class _Runner:
         )
         self._begin = time.monotonic()
         self._until = None if pace.seconds is None else time.time() + pace.seconds
-        self._crew = Crew(pace.parallel, logs=logs, lock=lock, threads=pace.threads)
+        self._crew = JobPool(pace.parallel, logs=logs, lock=lock, threads=pace.threads)
         self._line, self._shown = LiveLine(), 0.0
         self._num_ended_now = 0
         self._broken_models: set[str] = set()
@@ -139,15 +139,15 @@ class _Runner:
             outcome = worker.hear()
             job, worker.job = worker.job, None
             if outcome is None:
-                self._bury(worker, job)
+                self._remove(worker, job)
             elif outcome == "failed" and job is not None:
                 self._note_failure(job)
             elif outcome == "finished":
                 self._tally.done += job is not None and job.is_compared
             self._num_ended_now += 1
 
-    def _bury(self, worker: WorkerProcess, job: Job | None) -> None:
-        death, words = worker.death(), worker.last_words()
+    def _remove(self, worker: WorkerProcess, job: Job | None) -> None:
+        death, words = worker.death(), worker.exit_reason()
         self._crew.dismiss(worker)
         if job is not None and not self._tally.was_interrupted:
             self._fail(job, f"The process that worked on it {death}.", words)

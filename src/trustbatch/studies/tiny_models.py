@@ -1,7 +1,7 @@
 """The tiny models of the scales of a CPU: warm starts, made once for all studies.
 
 The quickstart's takes seconds, and every seed has one of its own. The one that reads a corpus takes
-minutes: all seeds share it, as they share a real model, and differ in prompts and draws.
+minutes: all seeds share it, as they share a real model, and differ in prompts and samples.
 """
 
 import fcntl

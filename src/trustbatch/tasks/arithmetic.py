@@ -32,10 +32,10 @@ class Arithmetic:
 
     def prompt(self, index: int) -> Prompt:
         """Return the index-th problem of this seed."""
-        draw = random.Random(f"{self.seed}:{self.level}:{index}")
+        rng = random.Random(f"{self.seed}:{self.level}:{index}")
         operators, low, high, second_low, second_high = LEVELS[self.level]
-        operator = draw.choice(operators)
-        first, second = draw.randint(low, high), draw.randint(second_low, second_high)
+        operator = rng.choice(operators)
+        first, second = rng.randint(low, high), rng.randint(second_low, second_high)
         results = {"+": first + second, "-": first - second, "*": first * second}
         return Prompt(
             id=f"arithmetic-{self.level}:{self.seed}:{index}",

@@ -67,7 +67,7 @@ class LearningTask(Protocol):
     """
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Take note of graded groups; called once for each, in the order of drawing."""
+        """Take note of graded groups; called once for each, in the order of sampling."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A curriculum: problems that the policy solves sometimes are drawn more often than others.
+"""A curriculum: problems that the policy solves sometimes are sampled more often than others.
 
-Drawing is a pure function of the index and of the counts, and counts change only when groups are
-observed, in the order of drawing; so a resumed run goes on exactly, with any lag.
+Sampling is a pure function of the index and of the counts, and counts change only when groups are
+observed, in the order of sampling; so a resumed run goes on exactly, with any lag.
 """
 
 import math
@@ -21,7 +21,7 @@ class Problems(Task, ProblemSet, FilteredTask, Protocol):
 
 @dataclass(kw_only=True)
 class Curriculum:
-    """Draws the problems of another task by their measured pass rate."""
+    """Samples the problems of another task by their measured pass rate."""
 
     task: Problems
     seed: int = 0
@@ -29,7 +29,7 @@ class Curriculum:
     high: float = 0.9
     """problems of a pass rate from low to high are in the band"""
     weight: float = 4.0
-    """how much likelier one in the band, or one never drawn, is than another"""
+    """how much likelier one in the band, or one never sampled, is than another"""
     memory: float = 0.5
     """what remains of a problem's older counts when it is measured again"""
     pass_reward: float = 0.5
@@ -142,11 +142,11 @@ class Curriculum:
         return replace(self, task=task)  # which has learnt nothing yet
 
     def _weighted_order(self) -> list[int]:
-        """Draw all problems without putting any back, each by its weight."""
-        draw = random.Random(f"{self.seed}:curriculum:{self.num_observed}")
-        # an exponential waiting time whose rate is the weight: the first to come was drawn first
+        """Sample all problems without putting any back, each by its weight."""
+        rng = random.Random(f"{self.seed}:curriculum:{self.num_observed}")
+        # an exponential waiting time whose rate is the weight: the first to come was sampled first
         times = [
-            -math.log(1.0 - draw.random()) / (self.weight if self.is_favored(problem) else 1.0)
+            -math.log(1.0 - rng.random()) / (self.weight if self.is_favored(problem) else 1.0)
             for problem in self.problems
         ]
         return sorted(range(len(times)), key=times.__getitem__)

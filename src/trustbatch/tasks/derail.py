@@ -32,8 +32,8 @@ class Derail:
             prompts = language.prompts[-NUM_HELD_OUT:]
             digits = prompts[index % NUM_HELD_OUT]
         else:
-            draw = random.Random(f"{self.seed}:{index}")
-            digits = draw.choice(language.prompts[:-NUM_HELD_OUT])
+            rng = random.Random(f"{self.seed}:{index}")
+            digits = rng.choice(language.prompts[:-NUM_HELD_OUT])
         return Prompt(
             id=f"derail-{self.split}:{self.seed}:{index}",
             text=" ".join([*(DIGITS[digit] for digit in digits), EQUALS]),

@@ -57,28 +57,28 @@ class Language:
 @cache
 def the_language() -> Language:
     """Return it: there is one, whatever the seeds of models and runs are."""
-    draw = random.Random("derail")
+    rng = random.Random("derail")
     syllables = [a + b for a, b in product("bdfgklmnprstvz", "aeiou")]
     two_syllables = [a + b for a, b in product(syllables, repeat=2)]
     num_words = NUM_TOKENS - len((PAD, EOS, EQUALS, ANSWER, *ORDINALS, *DIGITS))
-    words = tuple(draw.sample(two_syllables, num_words))
+    words = tuple(rng.sample(two_syllables, num_words))
     common = zipf_weights(NUM_COMMON)
 
     def sentence() -> tuple[str, ...]:
-        return tuple(draw.choices(words[:NUM_COMMON], cum_weights=common, k=draw.randint(4, 8)))
+        return tuple(rng.choices(words[:NUM_COMMON], cum_weights=common, k=rng.randint(4, 8)))
 
     def table() -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(draw.randrange(10) for _ in DIGITS) for _ in ORDINALS)
+        return tuple(tuple(rng.randrange(10) for _ in DIGITS) for _ in ORDINALS)
 
     prompts = list(product(range(10), repeat=len(ORDINALS)))
-    draw.shuffle(prompts)
+    rng.shuffle(prompts)
     return Language(
         words=words,
         sentences=tuple(sentence() for _ in range(NUM_SENTENCES)),
         rambles=tuple(sentence() for _ in range(NUM_RAMBLES)),
         images=table(),
         habits=table(),
-        skills=tuple(tuple(draw.choice(SKILLS) for _ in DIGITS) for _ in ORDINALS),
+        skills=tuple(tuple(rng.choice(SKILLS) for _ in DIGITS) for _ in ORDINALS),
         prompts=tuple(prompts),
     )
 

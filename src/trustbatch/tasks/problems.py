@@ -64,7 +64,7 @@ class ProblemTask:
                 left_out[reason] = left_out.get(reason, 0) + 1
                 continue
             key = str(number if row.get("id") is None else row["id"])
-            if key in problems:  # equal ids would draw equal samples
+            if key in problems:  # equal ids would sample equal samples
                 key = f"{key}@{number}"
             statements[key] = statement
             problems[key] = Prompt(

@@ -8,11 +8,11 @@ import torch
 from trustbatch.models.policy import Policy
 from trustbatch.utils.distributed import num_ranks
 
-USABLE = 0.3
+FREE_MEMORY_FRACTION = 0.3
 """part of the free memory that waiting graphs may take: a backward pass needs room of its own"""
 
 
-class GraphRoom:
+class ActivationBudget:
     """Measures the graphs of forward passes on a GPU against its free memory.
 
     Elsewhere there is room for one, since memory can't be measured; and for one where several ranks
@@ -26,7 +26,7 @@ class GraphRoom:
         self.left = 0.0
         if self.is_measured:
             gradients = sum(p.nbytes for p in policy.model.parameters() if p.requires_grad)
-            self.left = USABLE * (self._free() - gradients)
+            self.left = FREE_MEMORY_FRACTION * (self._free() - gradients)
 
     def has_one_more(self) -> bool:
         """Whether the next pass may be held beside those that wait."""

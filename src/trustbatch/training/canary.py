@@ -1,9 +1,9 @@
 """The canary: after a weight update, does the engine still sample from the trainer's policy?
 
-The engine draws a few short completions of fixed prompts at temperature 1; the trainer recomputes
-their log-probs with its own forward pass. Where the run records an anchor beside what it draws
-from, the engine draws as many again in the run's own way, and their anchor is recomputed. Random
-numbers depend on the prompt's id, and the canary's ids are its own, so the draws of the run stay
+The engine samples a few short completions of fixed prompts at temperature 1; the trainer recomputes
+their log-probs with its own forward pass. Where the run records an anchor beside what it samples
+from, the engine samples as many again in the run's own way, and their anchor is recomputed. Random
+numbers depend on the prompt's id, and the canary's ids are its own, so the samples of the run stay
 what they are.
 """
 
@@ -68,7 +68,7 @@ class Canary:
         anchored: SamplingParams | None = None,
         every: int = 1,
     ) -> None:
-        """`anchored` is how the run draws, where it records an anchor."""
+        """`anchored` is how the run samples, where it records an anchor."""
         self.engine = engine
         self.policy = policy
         self.every = every
@@ -89,7 +89,7 @@ class Canary:
         self.anchored = anchored_requests(self.requests, anchored)
 
     def at_start(self, version: int) -> None:
-        """Check before anything is drawn, unless the canary is switched off."""
+        """Check before anything is sampled, unless the canary is switched off."""
         if self.every:
             self.check(version)
 
@@ -105,10 +105,10 @@ class Canary:
         if self.anchored:
             parts.append((self.anchored, completions[num_plain:]))
         metrics: dict[str, float] = {}
-        for requests, drawn in parts:
+        for requests, sampled in parts:
             metrics |= judge(
-                self._difference(requests, drawn),
-                drawn[0].provenance,
+                self._difference(requests, sampled),
+                sampled[0].provenance,
                 precision=self.policy.precision,
                 version=version,
                 of_anchor=requests is self.anchored,
@@ -138,7 +138,7 @@ class Canary:
         temperature = requests[0].sampling.anchor_temperature or 1.0
         with torch.no_grad():
             logp = token_logprobs(self.policy, batch, temperature=temperature).logp
-        # an engine that records no anchor has, to training, drawn from it
+        # an engine that records no anchor has, to training, sampled from it
         recorded = batch.behavior_logp if batch.anchor_logp is None else batch.anchor_logp
         return (logp - recorded) * min(temperature, 1.0)  # which magnifies rounding
 
@@ -146,7 +146,7 @@ class Canary:
 def anchored_requests(
     plain: Sequence[GenerationRequest], anchored: SamplingParams | None
 ) -> list[GenerationRequest]:
-    """Return requests after the same contexts for what is recorded beside the run's own draws."""
+    """Return requests after the same contexts for what is recorded beside the run's own samples."""
     if anchored is None:
         return []
     return [
@@ -161,7 +161,7 @@ def anchored_requests(
 
 def judge(
     difference: Tensor,
-    drawn_by: Provenance,
+    sampled_by: Provenance,
     *,
     precision: str,
     version: int,
@@ -174,11 +174,11 @@ def judge(
     """
     difference = difference.abs()
     mean, largest = float(difference.mean()), float(difference.max())
-    tolerance = _tolerance(drawn_by.precision, precision)
+    tolerance = _tolerance(sampled_by.precision, precision)
     within = mean <= tolerance.mean and largest <= tolerance.largest  # False for NaN
-    if drawn_by.version != version or not within:
+    if sampled_by.version != version or not within:
         raise CanaryError(
-            f"The engine ({drawn_by.engine}, {drawn_by.precision}, version {drawn_by.version}) "
+            f"The engine ({sampled_by.engine}, {sampled_by.precision}, version {sampled_by.version}) "
             f"{'has another anchor than' if of_anchor else 'does not sample from'} the trainer's "
             f"policy ({precision}, version {version}): their log-probs of the same "
             f"{len(difference)} tokens differ by {mean:.2g} on average and {largest:.2g} at most, "

@@ -1,9 +1,9 @@
 """The canary for engines that take over a version while the trainer is already at a later one.
 
 When it publishes a version, the trainer notes its log-probs of every token that may follow a few
-fixed contexts. An engine that has loaded the version, whenever that is, draws one token after each
-of them: the log-prob that it had must be the one that was noted. Where the run records an anchor,
-so must the anchor's log-prob of a token drawn in the run's own way.
+fixed contexts. An engine that has loaded the version, whenever that is, samples one token after
+each of them: the log-prob that it had must be the one that was noted. Where the run records an
+anchor, so must the anchor's log-prob of a token sampled in the run's own way.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from trustbatch.types import (
 )
 
 NUM_SAMPLES = 4
-"""tokens drawn after each context"""
+"""tokens sampled after each context"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +57,10 @@ class CanaryReference:
     ) -> dict[str, float]:
         """Compare with what was noted, at the anchor's temperature where there is one."""
         temperature = requests[0].sampling.anchor_temperature or 1.0
-        drawn = torch.tensor([int(c.token_ids[0]) for c in completions])
+        sampled = torch.tensor([int(c.token_ids[0]) for c in completions])
         contexts = torch.arange(len(requests)).repeat_interleave(NUM_SAMPLES)
-        logp = (self.logp / temperature).log_softmax(-1)[contexts, drawn]
-        # an engine that records no anchor has, to training, drawn from it
+        logp = (self.logp / temperature).log_softmax(-1)[contexts, sampled]
+        # an engine that records no anchor has, to training, sampled from it
         recorded = [
             c.behavior_logp if c.anchor_logp is None else c.anchor_logp for c in completions
         ]
@@ -85,7 +85,7 @@ class CanaryNotes:
         logprob_mode: str,
         anchored: SamplingParams | None = None,
     ) -> None:
-        """`anchored` is how the run draws, where it records an anchor."""
+        """`anchored` is how the run samples, where it records an anchor."""
         self.policy = policy
         sampling = SamplingParams(
             max_tokens=1, stop_token_ids=policy.stop_token_ids, logprob_mode=logprob_mode

@@ -1,4 +1,4 @@
-"""How far the trained policy is from its own earlier versions that drew a batch."""
+"""How far the trained policy is from its own earlier versions that sampled a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from trustbatch.objectives import TokenBatch
 from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
 from trustbatch.objectives.metrics import Mean, Metrics
 from trustbatch.training.lag_metrics import ONE_MINUS_ESS_BY_LAG
-from trustbatch.training.ratio_groups import drawn_by, moments_of
+from trustbatch.training.ratio_groups import moments_of, sampled_by
 from trustbatch.types import TrainSequence
 
 
@@ -31,15 +31,15 @@ class LagRatios:
 
 
 def lags_of(sequences: Sequence[TrainSequence], *, policy: str, version: int) -> set[int]:
-    """Return the lags of the tokens that `policy` drew itself, at `version` now."""
+    """Return the lags of the tokens that `policy` sampled itself, at `version` now."""
     completions = (sequence.completion for sequence in sequences)
     own = (completion for completion in completions if completion.provenance.policy == policy)
-    return {version - drawn_at for completion in own for drawn_at in completion.all_versions}
+    return {version - sampled_at for completion in own for sampled_at in completion.all_versions}
 
 
 def lag_ratios(tokens: TokenBatch, batch: MicroBatch, *, policy: str, version: int) -> Metrics:
-    """Measure the tokens of each lag apart; what second policies drew has none."""
-    is_own = drawn_by(tokens, batch.policies, policy)
+    """Measure the tokens of each lag apart; what second policies sampled has none."""
+    is_own = sampled_by(tokens, batch.policies, policy)
     lag = version - batch.version
     return {
         f"{ONE_MINUS_ESS_BY_LAG}{each}": LagRatios(moments_of(tokens, is_own & (lag == each)))

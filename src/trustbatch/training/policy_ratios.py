@@ -1,4 +1,4 @@
-"""How far the trained policy is from each of several policies that drew a batch."""
+"""How far the trained policy is from each of several policies that sampled a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from trustbatch.objectives import TokenBatch
 from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
 from trustbatch.objectives.metrics import Mean, Metrics
-from trustbatch.training.ratio_groups import drawn_by, moments_of
+from trustbatch.training.ratio_groups import moments_of, sampled_by
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class PolicyRatios:
 
 
 def policy_ratios(tokens: TokenBatch, policies: Sequence[str]) -> Metrics:
-    """Measure the tokens of each policy apart; `policies` [B] says who drew which sequence."""
+    """Measure the tokens of each policy apart; `policies` [B] says who sampled which sequence."""
     return {
-        f"policy/{policy}": PolicyRatios(moments_of(tokens, drawn_by(tokens, policies, policy)))
+        f"policy/{policy}": PolicyRatios(moments_of(tokens, sampled_by(tokens, policies, policy)))
         for policy in dict.fromkeys(policies)
     }

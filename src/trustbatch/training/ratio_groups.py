@@ -16,7 +16,7 @@ def moments_of(tokens: TokenBatch, chosen: Tensor) -> RatioMoments:
     return RatioMoments.of(log_ratio[chosen & tokens.measurable()])
 
 
-def drawn_by(tokens: TokenBatch, policies: Sequence[str], policy: str) -> Tensor:
-    """Return which tokens [T] a policy drew; `policies` [B] says who drew which sequence."""
+def sampled_by(tokens: TokenBatch, policies: Sequence[str], policy: str) -> Tensor:
+    """Return which tokens [T] a policy sampled; `policies` [B] says who sampled which sequence."""
     is_own = [each == policy for each in policies]
     return torch.tensor(is_own, dtype=torch.bool, device=tokens.logp.device)[tokens.sequence]

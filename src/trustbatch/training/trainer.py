@@ -15,7 +15,7 @@ from trustbatch.errors import DivergedError
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import Objective, ObjectiveOutput, TokenBatch, Totals
 from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_steps, merge_metrics
-from trustbatch.training.activation_budget import GraphRoom
+from trustbatch.training.activation_budget import ActivationBudget
 from trustbatch.training.lag_ratios import lag_ratios, lags_of
 from trustbatch.training.layer_calls import compile_layers, recompute_layers
 from trustbatch.training.logprobs import EntropyUse, TokenLogprobs, token_logprobs
@@ -27,7 +27,13 @@ from trustbatch.training.optimizer import (
 from trustbatch.training.policy_ratios import policy_ratios
 from trustbatch.training.sharding import refuse_useless_offload
 from trustbatch.types import TrainSequence
-from trustbatch.utils.distributed import gathered, num_ranks, summed, this_rank, whole
+from trustbatch.utils.distributed import (
+    all_gather,
+    all_reduce_sum,
+    full_tensor,
+    num_ranks,
+    this_rank,
+)
 
 MAX_CONSECUTIVE_SKIPS = 5
 _Measure = Callable[[TokenBatch, MicroBatch], Metrics]
@@ -82,7 +88,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Update the policy on one batch of rollouts; returns the metrics of all its steps.
 
-        With the `version` of the policy now, what it drew at earlier ones is also measured by lag.
+        With the `version` of the policy now, what it sampled at earlier ones is also measured by
+        lag.
         """
         if not sequences:  # no completion of the batch could be graded
             num_skipped = self.config.passes * self.config.mini_batches
@@ -123,14 +130,14 @@ class Trainer:
         """Accumulate the gradient of all micro-batches, then step once, or not at all."""
         from_policy = self.objective.totals_need_policy
         totals, outputs = self._accumulate(parts, apart, from_policy=from_policy)
-        counted = sum(gathered(sum(output.num_tokens for output in outputs)))
+        counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
         if counted != int(totals.num_tokens):
             # the policy itself gave a non-finite log-prob, which the data could not foretell
             self.optimizer.zero_grad(set_to_none=True)
             totals, outputs = self._accumulate(parts, apart, from_policy=True)
         parameters = [parameter for _, parameter in self.policy.trained_parameters()]
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip))
-        loss = summed(torch.stack([output.loss.detach() for output in outputs]).sum())
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip))
+        loss = all_reduce_sum(torch.stack([output.loss.detach() for output in outputs]).sum())
         learning_rate = self._set_learning_rate(self.objective.learning_rate_factor(totals))
         usable = bool((totals.num_tokens > 0) & torch.isfinite(norm) & torch.isfinite(loss))
         if usable:
@@ -138,7 +145,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)  # generation needs the memory
         self._count_skips(usable)
         self.num_optimizer_steps += 1
-        of_ranks = gathered(merge_metrics(output.metrics for output in outputs))
+        of_ranks = all_gather(merge_metrics(output.metrics for output in outputs))
         metrics = merge_metrics(of_ranks)
         metrics["gradient/norm"] = Mean.of(norm)
         metrics["learning_rate"] = Mean.of(torch.tensor(learning_rate, dtype=torch.float64))
@@ -169,7 +176,7 @@ class Trainer:
 
         They serve twice: for the totals of the step, and for its gradient.
         """
-        room = GraphRoom(self.policy)
+        room = ActivationBudget(self.policy)
         held: dict[int, TokenBatch] = {}
         for number, part in enumerate(parts):
             if number and not room.has_one_more():
@@ -194,7 +201,7 @@ class Trainer:
                         ).logp
                 tokens = self._pack(part, logp)
             totals.append(self.objective.totals(tokens))
-        of_ranks: list[Totals] = gathered(functools.reduce(operator.add, totals))
+        of_ranks: list[Totals] = all_gather(functools.reduce(operator.add, totals))
         return functools.reduce(operator.add, of_ranks).to(self.policy.device)
 
     def _tokens(self, part: _Anchored) -> TokenBatch:

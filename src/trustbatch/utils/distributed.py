@@ -82,7 +82,7 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def summed(values: Tensor) -> Tensor:
+def all_reduce_sum(values: Tensor) -> Tensor:
     """Return the sum of a tensor over all ranks."""
     if num_ranks() == 1:
         return values
@@ -91,12 +91,12 @@ def summed(values: Tensor) -> Tensor:
     return total
 
 
-def whole(values: Tensor) -> Tensor:
+def full_tensor(values: Tensor) -> Tensor:
     """Return the whole of a tensor of which each rank may hold a part."""
     return values.full_tensor() if isinstance(values, DTensor) else values
 
 
-def gathered(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
     """Return what each rank gave, in their order; tensors arrive in host memory."""
     if num_ranks() == 1:
         return [value]
@@ -124,7 +124,7 @@ def patient_group(seconds: float) -> dist.ProcessGroup | None:
     return group
 
 
-def done_once(function: Callable[[], Any]) -> Any:
+def on_rank_zero(function: Callable[[], Any]) -> Any:
     """Return what a function gives on rank 0, the only one that calls it."""
     return from_rank_zero(function() if this_rank() == 0 else None)
 

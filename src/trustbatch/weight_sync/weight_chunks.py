@@ -51,14 +51,14 @@ class CudaHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class TensorHandle:
     """One named tensor under way."""
 
     name: str
     content: Tensor | SharedSlice | CudaHandle
 
 
-Chunk = list[Parcel] | bytes
+Chunk = list[TensorHandle] | bytes
 """some parcels; those that leave the process are pickled here, whatever carries them"""
 
 
@@ -83,7 +83,7 @@ class DirectSender:
     def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Chunk]:
         """Yield converted tensors; those that already have the right type are not copied."""
         for chunk in _converted(weights, self.dtype):
-            yield [Parcel(name, tensor) for name, tensor in chunk]
+            yield [TensorHandle(name, tensor) for name, tensor in chunk]
 
     def close(self) -> None:
         """Nothing is held."""
@@ -100,7 +100,7 @@ class IpcSender:
         for chunk in _converted(weights, self.dtype):
             # the reader does not see this process's stream: finish writing first
             torch.cuda.synchronize()
-            yield pickle.dumps([Parcel(name, _handle(tensor)) for name, tensor in chunk])
+            yield pickle.dumps([TensorHandle(name, _handle(tensor)) for name, tensor in chunk])
             torch.cuda.ipc_collect()
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class SharedMemorySender:
         for (name, tensor), offset in zip(tensors, offsets[:-1], strict=True):
             place = SharedSlice(path, offset, offsets[-1], self.dtype, tuple(tensor.shape))
             place.within(whole).copy_(tensor)
-            parcels.append(Parcel(name, place))
+            parcels.append(TensorHandle(name, place))
         return iter([pickle.dumps(parcels)])
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class SharedMemorySender:
 
 def open_parcels(chunk: Chunk) -> list[tuple[str, Tensor]]:
     """Return the named tensors; what lies in shared memory is not copied."""
-    parcels: list[Parcel] = pickle.loads(chunk) if isinstance(chunk, bytes) else chunk
+    parcels: list[TensorHandle] = pickle.loads(chunk) if isinstance(chunk, bytes) else chunk
     files: dict[str, Tensor] = {}
 
     def opened(content: Tensor | SharedSlice | CudaHandle) -> Tensor:

@@ -20,7 +20,7 @@ WORTH_A_TABLE = 2**18
 
 
 @dataclass(frozen=True)
-class Unit:
+class Segment:
     """The input tokens of one sequence, or of a prompt and the responses that share it."""
 
     prompt: int
@@ -114,7 +114,7 @@ class PackedLayout(_OnDevice):
     """[N] at which place each token is"""
 
     @classmethod
-    def of(cls, units: Sequence[Unit]) -> "PackedLayout":
+    def of(cls, units: Sequence[Segment]) -> "PackedLayout":
         """Lay units out in the given order."""
         begins = [0]
         for unit in units:
@@ -145,7 +145,7 @@ def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     return torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts)
 
 
-def _positions(units: Sequence[Unit]) -> Tensor:
+def _positions(units: Sequence[Segment]) -> Tensor:
     starts = [start for unit in units for start in (0, *[unit.prompt] * len(unit.responses))]
     lengths = [length for unit in units for length in (unit.prompt, *unit.responses)]
     return ranges(starts, lengths)
@@ -160,7 +160,7 @@ class _Row(NamedTuple):
 
 
 def _tables(
-    units: Sequence[Unit], begins: Sequence[int]
+    units: Sequence[Segment], begins: Sequence[int]
 ) -> tuple[tuple[Table, ...], Tensor, Tensor]:
     """Return all tables, the token at each of their places [M], the place of each token [N]."""
     tables: list[Table] = []
@@ -176,7 +176,7 @@ def _tables(
     return tuple(tables), *_places(tables, rows, begins[-1])
 
 
-def _responses(prompts: Sequence[_Row], units: Sequence[Unit]) -> list[_Row]:
+def _responses(prompts: Sequence[_Row], units: Sequence[Segment]) -> list[_Row]:
     found = []
     for prompt in prompts:
         start = prompt.start + prompt.length

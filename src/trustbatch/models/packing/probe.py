@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from trustbatch.models.packing.attention import NAME, REPLACES, no_mask, packed_attention
-from trustbatch.models.packing.layout import PackedLayout, Unit
+from trustbatch.models.packing.layout import PackedLayout, Segment
 
 _PROBE = "trustbatch_probe"
 _UNDERSTOOD = {
@@ -100,7 +100,7 @@ def _logits_packed(model: Any) -> Tensor | None:
     AttentionInterface.register(_PROBE, watched)
     AttentionMaskInterface.register(_PROBE, sdpa_mask)
     device = next(model.parameters()).device
-    units = [Unit(len(_PROMPT), tuple(map(len, _RESPONSES))), *(Unit(len(o)) for o in _OTHERS)]
+    units = [Segment(len(_PROMPT), tuple(map(len, _RESPONSES))), *(Segment(len(o)) for o in _OTHERS)]
     layout: PackedLayout = PackedLayout.of(units).to(device)
     ids = [*_PROMPT, *(i for part in (*_RESPONSES, *_OTHERS) for i in part)]
     try:

@@ -1,4 +1,4 @@
-"""The batch being decoded: rows enter, draw tokens without a word to the host, and leave."""
+"""The batch being decoded: rows enter, sample tokens without a word to the host, and leave."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,33 +8,33 @@ import torch
 from torch import Tensor
 
 from trustbatch.rollout.native.decoder import Decoder
-from trustbatch.rollout.sampling import Draw, draw
+from trustbatch.rollout.sampling import SampledTokens, sample_tokens
 from trustbatch.types import GenerationRequest, SamplingParams
 
 STEPS_ON_GPU = 16
-"""tokens drawn between two looks of the host; those after a stop token are thrown away"""
+"""tokens sampled between two looks of the host; those after a stop token are thrown away"""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample to be drawn."""
+    """One sample to be sampled."""
 
     slot: int
     """where its result belongs"""
     request: GenerationRequest
     sample: int
-    drawn: tuple[int, ...] = ()
-    """what older versions of the policy have drawn of it"""
+    sampled: tuple[int, ...] = ()
+    """what older versions of the policy have sampled of it"""
 
     @property
     def context(self) -> tuple[int, ...]:
         """What it continues."""
-        return self.request.token_ids + self.drawn
+        return self.request.token_ids + self.sampled
 
     @property
     def max_tokens(self) -> int:
-        """The most that it may draw."""
-        return self.request.sampling.max_tokens - len(self.drawn)
+        """The most that it may sample."""
+        return self.request.sampling.max_tokens - len(self.sampled)
 
 
 class RunningBatch:
@@ -47,7 +47,7 @@ class RunningBatch:
         self.rows: list[Row] = []
         self.num_steps = STEPS_ON_GPU if device.type == "cuda" else 1
         zeros = torch.zeros(4, max_rows, dtype=torch.long, device=device)
-        self.token, self.position, self.key, self.num_drawn = zeros
+        self.token, self.position, self.key, self.num_sampled = zeros
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.record = _Record(_nothing(device), self.num_steps, max_rows)
         self._graphs: dict[tuple[int, SamplingParams], torch.cuda.CUDAGraph] = {}
@@ -58,7 +58,7 @@ class RunningBatch:
 
     def add(
         self, groups: Sequence[list[Row]], row_keys: list[int], sampling: SamplingParams
-    ) -> Draw:
+    ) -> SampledTokens:
         """Compute each group's context once; return the next token [1, n] of all its rows.
 
         `row_keys` [n] are those of the rows' streams of random numbers.
@@ -69,18 +69,18 @@ class RunningBatch:
         of_row = [number for number, group in enumerate(groups) for _ in group]
         new = [row for group in groups for row in group]
         keys = self._to_device(row_keys)
-        num_before = self._to_device([len(row.drawn) for row in new])
-        drawn = draw(logits[self._to_device(of_row)], keys, num_before, sampling)
-        self._use_record(drawn)
+        num_before = self._to_device([len(row.sampled) for row in new])
+        sampled = sample_tokens(logits[self._to_device(of_row)], keys, num_before, sampling)
+        self._use_record(sampled)
         first, last = len(self.rows), len(self.rows) + len(new)
-        self.token[first:last] = drawn.token_ids
+        self.token[first:last] = sampled.token_ids
         self.key[first:last] = keys
         self.position[first:last] = self._to_device([len(row.context) for row in new])
-        self.num_drawn[first:last] = num_before + 1
+        self.num_sampled[first:last] = num_before + 1
         self.rows += new
-        return drawn.map(lambda part: part[None].cpu())
+        return sampled.map(lambda part: part[None].cpu())
 
-    def advance(self, num_steps: int, sampling: SamplingParams) -> Draw:
+    def advance(self, num_steps: int, sampling: SamplingParams) -> SampledTokens:
         """Return the next tokens [t, n] of all rows, at most `num_steps`, in host memory."""
         num_steps = min(self.num_steps, num_steps)
         self.decoder.reserve(num_steps)
@@ -93,13 +93,13 @@ class RunningBatch:
             for _ in range(num_steps):
                 self._step(len(self.rows), sampling)
         self.decoder.advance(num_steps)
-        return self.record.drawn.map(lambda part: part[:num_steps, : len(self.rows)].cpu())
+        return self.record.sampled.map(lambda part: part[:num_steps, : len(self.rows)].cpu())
 
     def keep(self, index: list[int]) -> None:
         """Keep these rows, in this order."""
         self.decoder.keep(index)
         rows = self._to_device(index)
-        for state in (self.token, self.position, self.key, self.num_drawn):
+        for state in (self.token, self.position, self.key, self.num_sampled):
             state[: len(index)] = state[rows]
         self.rows = [self.rows[number] for number in index]
 
@@ -110,14 +110,14 @@ class RunningBatch:
         self.decoder.forget()
 
     def _step(self, num_rows: int, sampling: SamplingParams) -> None:
-        """Feed each row's last token and draw its next: no host in between."""
+        """Feed each row's last token and sample its next: no host in between."""
         token, position = self.token[:num_rows], self.position[:num_rows]
         logits = self.decoder.step(token, position)
-        drawn = draw(logits, self.key[:num_rows], self.num_drawn[:num_rows], sampling)
-        token.copy_(drawn.token_ids)
+        sampled = sample_tokens(logits, self.key[:num_rows], self.num_sampled[:num_rows], sampling)
+        token.copy_(sampled.token_ids)
         position += 1
-        self.num_drawn[:num_rows] += 1
-        self.record.write(self.column, drawn)
+        self.num_sampled[:num_rows] += 1
+        self.record.write(self.column, sampled)
         self.column += 1
 
     def _graph(self, sampling: SamplingParams) -> torch.cuda.CUDAGraph:
@@ -135,7 +135,7 @@ class RunningBatch:
         return self._graphs[name]
 
     def _record_graph(self, num_rows: int, sampling: SamplingParams) -> torch.cuda.CUDAGraph:
-        state = (self.token, self.position, self.num_drawn, self.column)
+        state = (self.token, self.position, self.num_sampled, self.column)
         before = [part.clone() for part in state]
         stream = self._warm_up_stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -153,10 +153,10 @@ class RunningBatch:
         """Graphs never run at the same time, so all of them may use the same memory."""
         return next((graph.pool() for graph in self._graphs.values()), None)
 
-    def _use_record(self, drawn: Draw) -> None:
+    def _use_record(self, sampled: SampledTokens) -> None:
         """Have room for what is recorded of a token, which the sampling parameters decide."""
-        if not self.record.fits(drawn):
-            self.record = _Record(drawn, self.num_steps, self.max_rows)
+        if not self.record.fits(sampled):
+            self.record = _Record(sampled, self.num_steps, self.max_rows)
             self._graphs.clear()
 
     def _to_device(self, numbers: list[int]) -> Tensor:
@@ -174,26 +174,26 @@ def padded_rows(num_rows: int) -> int:
 
 
 class _Record:
-    """What the steps between two looks of the host have drawn, [steps, rows]."""
+    """What the steps between two looks of the host have sampled, [steps, rows]."""
 
-    def __init__(self, like: Draw, num_steps: int, num_rows: int) -> None:
-        self.drawn = like.map(lambda part: part.new_zeros(num_steps, num_rows, *part.shape[1:]))
+    def __init__(self, like: SampledTokens, num_steps: int, num_rows: int) -> None:
+        self.sampled = like.map(lambda part: part.new_zeros(num_steps, num_rows, *part.shape[1:]))
 
-    def fits(self, drawn: Draw) -> bool:
-        """Whether it holds what was drawn: the same things, and as many most likely tokens."""
-        mine, other = self.drawn.tensors(), drawn.tensors()
+    def fits(self, sampled: SampledTokens) -> bool:
+        """Whether it holds what was sampled: the same things, and as many most likely tokens."""
+        mine, other = self.sampled.tensors(), sampled.tensors()
         return mine.keys() == other.keys() and all(
             mine[name].shape[2:] == other[name].shape[1:] for name in mine
         )
 
-    def write(self, column: Tensor, drawn: Draw) -> None:
+    def write(self, column: Tensor, sampled: SampledTokens) -> None:
         """Note one token a row as the column-th."""
-        places = self.drawn.tensors()
-        for name, part in drawn.tensors().items():
+        places = self.sampled.tensors()
+        for name, part in sampled.tensors().items():
             places[name][:, : len(part)].index_copy_(0, column, part[None])
 
 
-def _nothing(device: torch.device) -> Draw:
-    return Draw(
+def _nothing(device: torch.device) -> SampledTokens:
+    return SampledTokens(
         torch.zeros(0, dtype=torch.long, device=device), torch.zeros(0, device=device), None, None
     )

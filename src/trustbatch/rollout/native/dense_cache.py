@@ -63,7 +63,7 @@ class DenseCache:
     def advance(self, num_steps: int) -> None:
         """Take note that every row has so many tokens more."""
         for block in self.blocks:
-            block.num_drawn += num_steps
+            block.num_sampled += num_steps
 
     def attend(
         self,

@@ -15,7 +15,7 @@ from trustbatch.rollout.native.batch import Row, RunningBatch
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.decoder import Decoder, LlamaDecoder
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
-from trustbatch.rollout.sampling import Draw, refuse_divergence, sample_key
+from trustbatch.rollout.sampling import SampledTokens, refuse_divergence, sample_key
 from trustbatch.types import (
     Completion,
     FinishReason,
@@ -47,7 +47,7 @@ class NativeEngine:
         self.max_sequences = max_sequences
         self.precision = policy.precision if precision == "auto" else precision
         self.offers: Offers | None = None
-        """newer weights to take over while completions are drawn"""
+        """newer weights to take over while completions are sampled"""
         self._version = version
         self._batch = RunningBatch(
             self._build_decoder(), max_rows=max_sequences, device=policy.device
@@ -55,7 +55,7 @@ class NativeEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next completions are drawn from."""
+        """Version of the weights that the next completions are sampled from."""
         return self._version
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -80,9 +80,9 @@ class NativeEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Draw all samples, as many sequences at a time as `max_sequences` allows.
+        """Sample all samples, as many sequences at a time as `max_sequences` allows.
 
-        Where `offers` has newer weights meanwhile, they draw what is left: see `_draw_all`.
+        Where `offers` has newer weights meanwhile, they sample what is left: see `_sample_all`.
         """
         groups: dict[SamplingParams, list[list[Row]]] = {}
         num_slots = 0
@@ -100,7 +100,7 @@ class NativeEngine:
         completions: dict[int, Completion] = {}
         for sampling, waiting in groups.items():
             try:
-                spells = self._draw_all(deque(waiting), sampling)
+                spells = self._sample_all(deque(waiting), sampling)
             except BaseException:
                 self._batch.forget()  # rows of a broken call must not run on in the next
                 raise
@@ -108,20 +108,20 @@ class NativeEngine:
             completions |= self._completions(rows, sampling, spells)
         return [completions[slot] for slot in range(num_slots)]
 
-    def _draw_all(
+    def _sample_all(
         self, waiting: deque[list[Row]], sampling: SamplingParams
-    ) -> list[tuple[int, dict[int, Draw]]]:
-        """Return what each version drew, by slot: one version, unless newer ones are offered.
+    ) -> list[tuple[int, dict[int, SampledTokens]]]:
+        """Return what each version sampled, by slot: one version, unless newer ones are offered.
 
         A newer one goes on with the rows that have not ended. It computes the keys and values of
         all their tokens itself, so that a token's log-prob is the one which its version gives it
         after all that stands before it.
         """
-        spells: list[tuple[int, dict[int, Draw]]] = []
+        spells: list[tuple[int, dict[int, SampledTokens]]] = []
         while waiting:
             version = self._version
-            drawn = self._draw(waiting, sampling)
-            spells.append((version, drawn))
+            sampled = self._sample(waiting, sampling)
+            spells.append((version, sampled))
             if waiting:
                 self._take_over()
         return spells
@@ -131,12 +131,14 @@ class NativeEngine:
         offers, self.offers = self.offers, None
         assert offers is not None
         try:
-            offers.take_over()  # may draw to check them, and from no others meanwhile
+            offers.apply()  # may sample to check them, and from no others meanwhile
         finally:
             self.offers = offers
         self._batch.decoder.refresh()
 
-    def _draw(self, waiting: deque[list[Row]], sampling: SamplingParams) -> dict[int, Draw]:
+    def _sample(
+        self, waiting: deque[list[Row]], sampling: SamplingParams
+    ) -> dict[int, SampledTokens]:
         """Keep the batch full until every row has a stop token or its tokens; results by slot.
 
         Where newer weights are offered it ends early, and rows that have not are `waiting` again.
@@ -159,17 +161,17 @@ class NativeEngine:
             if len(running) < REFILL_BELOW * len(batch.rows) or not running:
                 batch.keep(running)
                 is_full = False
-            if self.offers is not None and self.offers.are_newer_than(self._version):
+            if self.offers is not None and self.offers.has_newer(self._version):
                 self._interrupt(waiting, ledger)
                 break
         return ledger.by_slot()
 
     def _interrupt(self, waiting: deque[list[Row]], ledger: "_Ledger") -> None:
-        """Put running rows before those that wait, each with what it has drawn so far."""
+        """Put running rows before those that wait, each with what it has sampled so far."""
         running = [row for row in self._batch.rows if not ledger.has_ended(row)]
-        drawn = ledger.by_slot()
+        sampled = ledger.by_slot()
         waiting.extendleft(
-            [replace(row, drawn=row.drawn + tuple(drawn[row.slot].token_ids.tolist()))]
+            [replace(row, sampled=row.sampled + tuple(sampled[row.slot].token_ids.tolist()))]
             for row in reversed(running)
         )
         self._batch.keep([])
@@ -183,7 +185,7 @@ class NativeEngine:
             groups = self._next_groups(waiting, most)
             keys = [self._key(row) for group in groups for row in group]
             try:
-                drawn = self._batch.add(groups, keys, sampling)
+                sampled = self._batch.add(groups, keys, sampling)
             except CacheFullError as error:
                 if not self._batch.rows and len(groups) == len(groups[0]) == 1:
                     raise _no_memory() from error
@@ -192,7 +194,7 @@ class NativeEngine:
                     return True  # those that run will make room
                 most = max(len(groups) // 2, 1)
                 continue
-            ledger.add([row for group in groups for row in group], drawn)
+            ledger.add([row for group in groups for row in group], sampled)
             if not self._batch.decoder.joins_running:
                 break
         return False
@@ -213,7 +215,7 @@ class NativeEngine:
     def _send_back(
         self, waiting: deque[list[Row]], ledger: "_Ledger", error: CacheFullError
     ) -> None:
-        """Free memory: the later half of the rows will be drawn again, to the same tokens."""
+        """Free memory: the later half of the rows will be sampled again, to the same tokens."""
         rows = self._batch.rows
         if len(rows) <= 1:
             raise _no_memory() from error
@@ -263,13 +265,13 @@ class NativeEngine:
         self,
         rows: Sequence[Row],
         sampling: SamplingParams,
-        spells: Sequence[tuple[int, dict[int, Draw]]],
+        spells: Sequence[tuple[int, dict[int, SampledTokens]]],
     ) -> dict[int, Completion]:
         parts = [
-            [(version, drawn[row.slot]) for version, drawn in spells if row.slot in drawn]
+            [(version, sampled[row.slot]) for version, sampled in spells if row.slot in sampled]
             for row in rows
         ]
-        results = [Draw.joined([drawn for _, drawn in of_row]) for of_row in parts]
+        results = [SampledTokens.joined([sampled for _, sampled in of_row]) for of_row in parts]
         provenances = {version: self._provenance(version, sampling) for version, _ in spells}
         texts = self.policy.decode([result.token_ids.tolist() for result in results])
         stops = set(sampling.stop_token_ids)
@@ -306,12 +308,14 @@ class NativeEngine:
         )
 
 
-def _versions(parts: Sequence[tuple[int, Draw]]) -> Tensor | None:
+def _versions(parts: Sequence[tuple[int, SampledTokens]]) -> Tensor | None:
     """Return the version of each token [n], where there are several."""
     if len(parts) == 1:
         return None
     versions = torch.tensor([version for version, _ in parts], dtype=torch.int32)
-    return versions.repeat_interleave(torch.tensor([len(drawn.token_ids) for _, drawn in parts]))
+    return versions.repeat_interleave(
+        torch.tensor([len(sampled.token_ids) for _, sampled in parts])
+    )
 
 
 def _parted(groups: list[list[Row]]) -> list[list[Row]]:
@@ -330,63 +334,65 @@ def _no_memory() -> EngineError:
 
 
 class _Ledger:
-    """What each slot has drawn so far, and which have ended."""
+    """What each slot has sampled so far, and which have ended."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
-        self.num_drawn: dict[int, int] = {}
+        self.num_sampled: dict[int, int] = {}
         self.ended: set[int] = set()
         self.slots: list[Tensor] = []
-        self.parts: list[Draw] = []
+        self.parts: list[SampledTokens] = []
 
     def num_left(self, rows: Sequence[Row]) -> int:
-        """Return the most tokens that any of the running rows may still draw."""
+        """Return the most tokens that any of the running rows may still sample."""
         running = (row for row in rows if row.slot not in self.ended)
-        return max((row.max_tokens - self.num_drawn[row.slot] for row in running), default=0)
+        return max((row.max_tokens - self.num_sampled[row.slot] for row in running), default=0)
 
     def has_ended(self, row: Row) -> bool:
         """Whether the row has a stop token or all its tokens."""
         return row.slot in self.ended
 
     def forget(self, row: Row) -> None:
-        """Throw away what the row has drawn."""
+        """Throw away what the row has sampled."""
         for number, slots in enumerate(self.slots):
             kept = slots != row.slot
             self.slots[number] = slots[kept]
             self.parts[number] = self.parts[number].map(lambda part, kept=kept: part[kept])
-        del self.num_drawn[row.slot]
+        del self.num_sampled[row.slot]
 
-    def add(self, rows: Sequence[Row], drawn: Draw) -> None:
+    def add(self, rows: Sequence[Row], sampled: SampledTokens) -> None:
         """Note tokens [t, n] of n rows: what follows a row's end is no part of it."""
-        num_steps = len(drawn.token_ids)
-        before = torch.tensor([self.num_drawn.get(row.slot, 0) for row in rows])
+        num_steps = len(sampled.token_ids)
+        before = torch.tensor([self.num_sampled.get(row.slot, 0) for row in rows])
         was_over = torch.tensor([row.slot in self.ended for row in rows])
         max_tokens = torch.tensor([row.max_tokens for row in rows])
         number = before + torch.arange(num_steps)[:, None]
-        is_end = torch.isin(drawn.token_ids, self.stops) | (number + 1 >= max_tokens)
+        is_end = torch.isin(sampled.token_ids, self.stops) | (number + 1 >= max_tokens)
         over = (is_end.cumsum(0) - is_end.long()).bool() | was_over
         counts = (~over).sum(0)
         for row, count, ends in zip(rows, counts.tolist(), is_end.any(0).tolist(), strict=True):
-            self.num_drawn[row.slot] = self.num_drawn.get(row.slot, 0) + count
+            self.num_sampled[row.slot] = self.num_sampled.get(row.slot, 0) + count
             if ends:
                 self.ended.add(row.slot)
         slots = torch.tensor([row.slot for row in rows]).expand(num_steps, -1)
         self.slots.append(slots[~over])
-        self.parts.append(drawn.map(lambda part: part[~over]))
+        self.parts.append(sampled.map(lambda part: part[~over]))
         refuse_divergence(self.parts[-1].logp)
 
-    def by_slot(self) -> dict[int, Draw]:
-        """Return one Draw a slot, whose tensors run over its positions."""
+    def by_slot(self) -> dict[int, SampledTokens]:
+        """Return one Sample a slot, whose tensors run over its positions."""
         slots = torch.cat(self.slots)
-        # stable: the positions of a row stay in the order in which they were drawn
+        # stable: the positions of a row stay in the order in which they were sampled
         order = slots.argsort(stable=True)
         names, lengths = slots[order].unique_consecutive(return_counts=True)
         columns = {
             name: part[order].split(lengths.tolist())
-            for name, part in Draw.joined(self.parts).tensors().items()
+            for name, part in SampledTokens.joined(self.parts).tensors().items()
         }
         # copies: a view would take the tokens of all other rows along to another process
         return {
-            slot: Draw.of({name: column[number].clone() for name, column in columns.items()})
+            slot: SampledTokens.of(
+                {name: column[number].clone() for name, column in columns.items()}
+            )
             for number, slot in enumerate(names.tolist())
         }

@@ -60,7 +60,7 @@ class PortableDecoder:
         """Feed one token a row, at its position; return the logits [n, V] that follow."""
         if self.has_padding:
             self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], dim=-1)
-        # rows that have ended run on beside others with more room: what they draw is thrown away
+        # rows that have ended run on beside others with more room: what they sample is thrown away
         return self._forward(token_ids[:, None], position[:, None].clamp(max=self.last_position))
 
     def advance(self, num_steps: int) -> None:

@@ -17,7 +17,8 @@ SMALLEST_CAPACITY = 32
 class PromptBlock:
     """Prompts that were computed together, and the rows that continue them.
 
-    Rows of one prompt are adjacent, and all rows of the block have drawn the same number of tokens.
+    Rows of one prompt are adjacent, and all rows of the block have sampled the same number of
+    tokens.
 
     KV heads come before rows in every tensor. So [KV, n, ...] of the rows is, without a copy, also
     [KV P, M, ...] of the prompts, where each of the P prompts has M rows; where some have fewer,
@@ -36,7 +37,7 @@ class PromptBlock:
         self.dtype = dtype
         self.lengths = lengths
         self.prompt_of_row = [p for p, count in enumerate(copies) for _ in range(count)]
-        self.num_drawn = 0
+        self.num_sampled = 0
         self.prompts: list[Tensor] = []
         """each layer's [2, KV heads, P, L, D], keys and values"""
         own_shape = (2, SMALLEST_CAPACITY, heads.num_kv, self.num_rows, heads.dim)
@@ -53,7 +54,7 @@ class PromptBlock:
     @property
     def longest(self) -> int:
         """Tokens in the longest row."""
-        return max(self.lengths) + self.num_drawn
+        return max(self.lengths) + self.num_sampled
 
     def store_prompts(self, keys: Tensor, values: Tensor) -> None:
         """Keep the next layer's keys and values [P, KV heads, L, D]."""
@@ -62,7 +63,7 @@ class PromptBlock:
     def reserve(self, num_steps: int) -> None:
         """Make room for so many more tokens in every row."""
         capacity = self.own[0].shape[1]
-        missing = self.num_drawn + num_steps - capacity
+        missing = self.num_sampled + num_steps - capacity
         if missing > 0:
             room = (0, 0, 0, 0, 0, 0, 0, max(capacity, missing))
             self.own = [functional.pad(part, room) for part in self.own]
@@ -89,8 +90,8 @@ class PromptBlock:
         group = num_query // num_kv
         own = self.own[layer]
         new = rows[:, num_query:].view(-1, 2, num_kv, dim)
-        own[:, self.num_drawn] = new.permute(1, 2, 0, 3)
-        own_keys, own_values = own[:, : self.num_drawn + 1].flatten(2, 3).transpose(1, 2)
+        own[:, self.num_sampled] = new.permute(1, 2, 0, 3)
+        own_keys, own_values = own[:, : self.num_sampled + 1].flatten(2, 3).transpose(1, 2)
         keys, values = self.prompts[layer].flatten(1, 2)
         length = keys.shape[1]
 

@@ -1,11 +1,12 @@
 # pyright: reportMissingImports=false
 # (types are checked without vLLM, which is optional and large)
-"""Two log-probs of each token from one pass of vLLM: what was drawn from, and the anchor.
+"""Two log-probs of each token from one pass of vLLM: what was sampled from, and the anchor.
 
 vLLM reports one distribution, chosen at its start. This sampler, which takes the place of vLLM's
 own in every worker, reports two in the columns that vLLM has for the most likely tokens: those of
-number i stand in columns 2i and 2i + 1, where token 0 is the drawn one and 1 to K are the anchor's
-most likely. It extends the sampler of vLLM's first model runner, the same from 0.24 to 0.32.
+number i stand in columns 2i and 2i + 1, where token 0 is the sampled one and 1 to K are the
+anchor's most likely. It extends the sampler of vLLM's first model runner, the same from 0.24 to
+0.32.
 """
 
 from typing import Any
@@ -22,12 +23,12 @@ CPU_LOGITS_AT_A_TIME = 2**21
 
 
 def num_columns(top_logprobs: int) -> int:
-    """Return how many columns hold both log-probs of a drawn token and of K others."""
+    """Return how many columns hold both log-probs of a sampled token and of K others."""
     return 2 * (1 + top_logprobs)
 
 
 class AnchoredSampler(Sampler):
-    """Draws as vLLM does, and reports the log-probs of softmax(logits / T) too."""
+    """Samples as vLLM does, and reports the log-probs of softmax(logits / T) too."""
 
     anchor_temperature: float
     _logits: Tensor
@@ -54,12 +55,12 @@ class AnchoredSampler(Sampler):
     def gather_logprobs(
         self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor
     ) -> LogprobsTensors:
-        """Return both log-probs of the drawn tokens [B] and of the anchor's most likely ones.
+        """Return both log-probs of the sampled tokens [B] and of the anchor's most likely ones.
 
         Args:
             logprobs: [B, V], those that vLLM reports.
             num_logprobs: columns after the first, as the request with most of them has.
-            token_ids: [B], the drawn tokens.
+            token_ids: [B], the sampled tokens.
         """
         num_top = (1 + num_logprobs) // 2 - 1
         assert num_columns(num_top) == 1 + num_logprobs, "every request asks for pairs"

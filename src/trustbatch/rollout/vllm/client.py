@@ -83,8 +83,8 @@ class VllmClient:
         return self._call("describe", awaited="to describe itself", seconds=self._update_seconds)
 
     def generate(self, requests: Sequence[SampleRequest], seconds: float) -> list[SampleResult]:
-        """Draw all completions in the other process."""
-        awaited = f"to draw {len(requests)} completions"
+        """Sample all completions in the other process."""
+        awaited = f"to sample {len(requests)} completions"
         # the other side keeps the same deadline, and can say how far it came: let it be first
         grace = min(5.0, seconds)
         return self._call(

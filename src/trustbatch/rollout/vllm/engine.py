@@ -43,7 +43,7 @@ def require_vllm() -> None:
 
 
 class VllmEngine:
-    """Draws from vLLM, whose weights are copies of the policy's, one version after the other."""
+    """Samples from vLLM, whose weights are copies of the policy's, one version after the other."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class VllmEngine:
         """Start vLLM, with the weights of the policy.
 
         With an `anchor_temperature` it can record the policy's log-probs at that temperature beside
-        those of what it draws from. `device` is where vLLM computes, if the policy that it copies
+        those of what it samples from. `device` is where vLLM computes, if the policy that it copies
         lies elsewhere.
         """
         require_vllm()
@@ -97,14 +97,14 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next completions are drawn from."""
+        """Version of the weights that the next completions are sampled from."""
         return self._version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Draw all samples; those of a prompt share its keys and values in vLLM's prefix cache."""
+        """Sample all samples; those of a prompt share its keys and values in vLLM's prefix cache."""
         host = self._healthy_host()
         if self._is_asleep:
-            raise EngineError("vLLM is asleep and can't draw completions: call wake() before.")
+            raise EngineError("vLLM is asleep and can't sample completions: call wake() before.")
         for request in requests:
             self._refuse_unfit(request)
         slots = [(request, sample) for request in requests for sample in request.samples]
@@ -246,7 +246,7 @@ class VllmEngine:
         wanted = request.sampling.anchor_temperature if request.sampling.records_anchor else None
         if wanted not in (None, self.anchor_temperature):
             raise EngineError(
-                f"The request wants the model's log-probs at T = {wanted:g} beside those drawn "
+                f"The request wants the model's log-probs at T = {wanted:g} beside those sampled "
                 "from, for which vLLM was not started: start VllmEngine with anchor_temperature = "
                 f"{wanted:g}."
             )
@@ -275,7 +275,7 @@ class VllmEngine:
         sampling = request.sampling
         logp, top_logp = torch.from_numpy(result.logp), torch.from_numpy(result.top_logp)
         if sampling.temperature == 0 and sampling.logprob_mode == "processed":
-            # vLLM reports the distribution at temperature 1; the one drawn from has one token
+            # vLLM reports the distribution at temperature 1; the one sampled from has one token
             logp = torch.zeros_like(logp)
             top_logp = torch.full_like(top_logp, -torch.inf)
             top_logp[:, :1] = 0.0

@@ -102,7 +102,7 @@ class VllmHost:
         }
 
     def generate(self, requests: Sequence[SampleRequest], seconds: float) -> list[SampleResult]:
-        """Draw all completions; what is unfinished at the deadline is given up."""
+        """Sample all completions; what is unfinished at the deadline is given up."""
         engine = self._llm.llm_engine
         deadline = time.monotonic() + seconds
         places: dict[str, int] = {}
@@ -179,7 +179,7 @@ class VllmHost:
             self.close()
             raise EngineError(
                 f"vLLM {vllm.__version__} samples in a way that leaves no room for the log-probs "
-                'of the model beside those drawn from: set objective.anchor = "sampler" '
+                'of the model beside those sampled from: set objective.anchor = "sampler" '
                 '("proximal" with pact), or rollout.engine = "native".'
             )
 
@@ -207,7 +207,7 @@ class VllmHost:
         )
 
     def _result(self, output: CompletionOutput, request: SampleRequest) -> SampleResult:
-        """Sort out the log-probs: at each position the drawn token's, then those of the top K."""
+        """Sort out the log-probs: at each position the sampled token's, then those of the top K."""
         if output.finish_reason not in ("stop", "length"):
             raise EngineError(
                 f"vLLM ended a completion for the reason {output.finish_reason!r}: look into its "

@@ -28,9 +28,9 @@ class HostSettings:
     quantization: str | None
     logprob_mode: str
     top_logprobs: int
-    """most tokens beside the drawn one that a request has log-probs of"""
+    """most tokens beside the sampled one that a request has log-probs of"""
     anchor_temperature: float | None
-    """report log-probs of softmax(logits / this) too; None: only those drawn from"""
+    """report log-probs of softmax(logits / this) too; None: only those sampled from"""
     max_model_len: int
     max_sequences: int
     tensor_parallel: int
@@ -43,7 +43,7 @@ class HostSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One completion to be drawn."""
+    """One completion to be sampled."""
 
     token_ids: tuple[int, ...]
     seed: int
@@ -52,7 +52,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """One drawn completion of n tokens, in plain arrays: tensors would travel as file handles."""
+    """One sampled completion of n tokens, in plain arrays: tensors would travel as file handles."""
 
     token_ids: NDArray[np.int64]
     """[n]"""
@@ -73,7 +73,7 @@ class Host(Protocol):
     """vLLM, in this process or in another; every call raises EngineError where it can't be done."""
 
     def generate(self, requests: Sequence[SampleRequest], seconds: float) -> list[SampleResult]:
-        """Draw all completions, in the order of the requests, within so many seconds."""
+        """Sample all completions, in the order of the requests, within so many seconds."""
         ...
 
     def begin_update(self) -> None:

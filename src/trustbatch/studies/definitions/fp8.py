@@ -12,7 +12,7 @@ def fp8(scale: Scale) -> Study:
         name="fp8",
         scale=scale.name,
         title="FP8 rollouts",
-        question="Which objective holds when rollouts are drawn in FP8?",
+        question="Which objective holds when rollouts are sampled in FP8?",
         base=scale.base_of("fp8"),
         arms=crossed_arms([in_fp8()], [P3O, grpo(0.4)]),
         seeds=scale.seeds,

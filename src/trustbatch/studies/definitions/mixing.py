@@ -1,4 +1,4 @@
-"""What if another model draws half of the rollouts?"""
+"""What if another model samples half of the rollouts?"""
 
 from trustbatch.studies.methods import P3O, crossed_arms, grpo
 from trustbatch.studies.regimes import mixed
@@ -12,7 +12,7 @@ def mixing(scale: Scale) -> Study:
         name="mixing",
         scale=scale.name,
         title="Mixed policies",
-        question="Which objective holds when another model draws half of the rollouts?",
+        question="Which objective holds when another model samples half of the rollouts?",
         base=scale.base_of("mixing"),
         arms=crossed_arms([mixed(scale, 0.5)], [P3O, grpo(0.4)]),
         seeds=scale.seeds,

@@ -1,4 +1,4 @@
-"""What if rollouts are drawn at another temperature than the policy's?"""
+"""What if rollouts are sampled at another temperature than the policy's?"""
 
 from trustbatch.studies.methods import P3O, crossed_arms, grpo
 from trustbatch.studies.regimes import temperature as at
@@ -12,7 +12,7 @@ def temperature(scale: Scale) -> Study:
         name="temperature",
         scale=scale.name,
         title="Temperature of rollouts",
-        question="Which objective holds when rollouts are drawn at another temperature?",
+        question="Which objective holds when rollouts are sampled at another temperature?",
         base=scale.base_of("temperature"),
         arms=crossed_arms([at(0.6), at(1.2)], [P3O, grpo(0.4)]),
         seeds=scale.seeds,

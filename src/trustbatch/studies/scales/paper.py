@@ -27,7 +27,7 @@ def paper_scale(*, data: str | None = None) -> Scale:
         base=_base(data),
         families={
             "temperature": long,
-            # each GPU that draws has the other model as well
+            # each GPU that samples has the other model as well
             "mixing": {**long, "rollout.vllm.gpu_memory_utilization": 0.45},
             "two_anchor": long,
             "fp8": {

@@ -48,7 +48,7 @@ class Scale:
     """what some kinds of runs change in the base, by dotted key; the paper's tables do"""
     seeds: tuple[int, ...]
     other_model: str
-    """draws a share of the rollouts where they are mixed"""
+    """samples a share of the rollouts where they are mixed"""
     lag_key: LagKey = "rollout.lag"
     held_out: HeldOutTask | None = None
     """nothing is evaluated after training where there is none"""

@@ -44,9 +44,9 @@ class Calculator:
 
     def prompt(self, index: int) -> Prompt:
         """Return the index-th product of this seed."""
-        draw = random.Random(f"{self.seed}:{self.digits}:{index}")
+        rng = random.Random(f"{self.seed}:{self.digits}:{index}")
         low, high = 10 ** (self.digits - 1), 10**self.digits - 1
-        first, second = draw.randint(low, high), draw.randint(low, high)
+        first, second = rng.randint(low, high), rng.randint(low, high)
         text = self.instruction.format(
             problem=f"{first}*{second}", opening=self.opening, closing=self.closing
         )

@@ -1,4 +1,4 @@
-"""Drawing a batch: prompts, completions and grades, and again where groups teach nothing."""
+"""Sampling a batch: prompts, completions and grades, and again where groups teach nothing."""
 
 import math
 
@@ -9,35 +9,35 @@ from trustbatch.tasks import LearningTask
 from trustbatch.types import RolloutGroup
 
 
-def draw_ahead(session: Session, *, num_batches: int) -> None:
-    """Draw until so many batches are pending."""
+def sample_ahead(session: Session, *, num_batches: int) -> None:
+    """Sample until so many batches are pending."""
     while len(session.loop.pending) < num_batches:
-        draw_batch(session)
+        sample_batch(session)
 
 
-def draw_batch(session: Session) -> None:
-    """Append one batch to those that are pending, and how its drawing went."""
+def sample_batch(session: Session) -> None:
+    """Append one batch to those that are pending, and how its sampling went."""
     if session.config.rollout.dynamic_sampling:
-        session.loop.drawing.append(_draw_unequal(session))
+        session.loop.sampling_metrics.append(_sample_unequal(session))
     else:
-        session.loop.pending.append(_draw_round(session))
-        session.loop.drawing.append({})
+        session.loop.pending.append(_sample_round(session))
+        session.loop.sampling_metrics.append({})
 
 
-def _draw_unequal(session: Session) -> dict[str, float]:
+def _sample_unequal(session: Session) -> dict[str, float]:
     """Append a batch of groups with unequal rewards; those beyond the need are for the next one.
 
-    If there are too few after `rollout.max_draws` rounds, groups of the last round fill the batch:
-    all their advantages are zero.
+    If there are too few after `rollout.max_sampling_rounds` rounds, groups of the last round fill
+    the batch: all their advantages are zero.
     """
     loop, rollout = session.loop, session.config.rollout
-    kept, equal, num_drawn, num_unequal, num_rounds = loop.spare, [], 0, 0, 0
-    while len(kept) < rollout.prompts_per_step and num_rounds < rollout.max_draws:
-        groups = _draw_round(session)
+    kept, equal, num_sampled, num_unequal, num_rounds = loop.spare, [], 0, 0, 0
+    while len(kept) < rollout.prompts_per_step and num_rounds < rollout.max_sampling_rounds:
+        groups = _sample_round(session)
         unequal = [group for group in groups if is_unequal(group)]
         equal = [group for group in groups if not is_unequal(group)]
         kept = kept + unequal
-        num_drawn += len(groups)
+        num_sampled += len(groups)
         num_unequal += len(unequal)
         num_rounds += 1
     num_missing = max(rollout.prompts_per_step - len(kept), 0)
@@ -45,7 +45,7 @@ def _draw_unequal(session: Session) -> dict[str, float]:
     loop.spare = kept[rollout.prompts_per_step :]
     return {
         "dynamic/rounds": float(num_rounds),
-        "dynamic/groups_drawn": float(num_drawn),
+        "dynamic/groups_sampled": float(num_sampled),
         "dynamic/groups_kept": float(num_unequal),
         "dynamic/groups_spare": float(len(loop.spare)),
         "dynamic/groups_missing": float(num_missing),
@@ -58,11 +58,11 @@ def is_unequal(group: RolloutGroup) -> bool:
     return len(rewards) > 1
 
 
-def _draw_round(session: Session) -> list[RolloutGroup]:
-    """Draw and grade the completions of the next prompts that no batch has taken yet."""
+def _sample_round(session: Session) -> list[RolloutGroup]:
+    """Sample and grade the completions of the next prompts that no batch has taken yet."""
     config, loop = session.config, session.loop
     with memory_advice(config, session.task, "generate"):
-        groups = _draw_prompts(session)
+        groups = _sample_prompts(session)
     graded = session.scorer.score(groups)
     if isinstance(session.task, LearningTask):
         session.task.observe(graded)
@@ -70,7 +70,7 @@ def _draw_round(session: Session) -> list[RolloutGroup]:
     return graded
 
 
-def _draw_prompts(session: Session) -> list[RolloutGroup]:
+def _sample_prompts(session: Session) -> list[RolloutGroup]:
     rollout = session.config.rollout
     first = session.loop.num_prompts
     prompts = [session.task.prompt(first + i) for i in range(rollout.prompts_per_step)]

@@ -1,4 +1,4 @@
-"""Tokens drawn for an examination, in a fixed order."""
+"""Tokens sampled for an examination, in a fixed order."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ MAX_ROUNDS = 16
 
 
 @dataclass(frozen=True)
-class Draws:
+class ExaminedTokens:
     """Completions, and their T tokens laid end to end in the order of the completions."""
 
     sequences: list[TrainSequence]
@@ -36,18 +36,18 @@ class Draws:
         """T."""
         return len(self.recorded)
 
-    def of_anchor(self) -> "Draws":
+    def of_anchor(self) -> "ExaminedTokens":
         """Return the same tokens with the anchor's log-probs, as training would take them."""
         sequences = [
             replace(sequence, completion=_of_anchor(sequence.completion))
             for sequence in self.sequences
         ]
         recorded = [sequence.completion.behavior_logp.double() for sequence in sequences]
-        return Draws(sequences, torch.cat(recorded), self.provenance)
+        return ExaminedTokens(sequences, torch.cat(recorded), self.provenance)
 
 
 def _of_anchor(completion: Completion) -> Completion:
-    """Put the anchor's log-probs in the place of those drawn from, unless there are none."""
+    """Put the anchor's log-probs in the place of those sampled from, unless there are none."""
     logp, top_logp = completion.anchor_logp, completion.anchor_top_logp
     return replace(
         completion,
@@ -58,7 +58,7 @@ def _of_anchor(completion: Completion) -> Completion:
     )
 
 
-def draw_tokens(
+def sample_tokens(
     engine: RolloutEngine,
     policy: Policy,
     prompt_at: Callable[[int], Prompt],
@@ -66,10 +66,10 @@ def draw_tokens(
     *,
     num_tokens: int,
     label: str,
-) -> Draws:
-    """Draw completions of the task's first prompts until there are `num_tokens` tokens.
+) -> ExaminedTokens:
+    """Sample completions of the task's first prompts until there are `num_tokens` tokens.
 
-    `label` is part of the prompts' ids, on which random numbers depend: two labels draw
+    `label` is part of the prompts' ids, on which random numbers depend: two labels sample
     independently of each other.
     """
     longest = min(sampling.max_tokens, LONGEST, max(num_tokens // FEWEST_COMPLETIONS, 1))
@@ -101,4 +101,4 @@ def draw_tokens(
                 recorded.append(completion.behavior_logp.double())
         if sum(map(len, recorded)) >= num_tokens:
             break
-    return Draws(sequences, torch.cat(recorded), sequences[0].completion.provenance)
+    return ExaminedTokens(sequences, torch.cat(recorded), sequences[0].completion.provenance)

@@ -12,10 +12,10 @@ from trustbatch.rewards import Scorer
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Completion, Grade, Prompt, RolloutGroup
-from trustbatch.utils.distributed import done_once
+from trustbatch.utils.distributed import on_rank_zero
 
 
-def draw_records(
+def sample_records(
     engine: RolloutEngine,
     policy: Policy,
     scorer: Scorer,
@@ -28,8 +28,8 @@ def draw_records(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the records of a few problems at a time; problems in `done` are left out.
 
-    Which problems are drawn together does not depend on what is done: another batch could round
-    otherwise, and draw another token. With several ranks all of them call this, and get the same.
+    Which problems are sampled together does not depend on what is done: another batch could round
+    otherwise, and sample another token. With several ranks all of them call this, and get the same.
     """
     sampling = settings.params(policy.stop_token_ids)
     num_at_once = max(max_sequences // settings.samples, 1)
@@ -37,7 +37,7 @@ def draw_records(
         problems = task.problems[start : start + num_at_once]
         if all(problem.id in done for problem in problems):
             continue
-        prompts = [replace(problem, id=task.drawn_prompt(problem)) for problem in problems]
+        prompts = [replace(problem, id=task.sampled_prompt(problem)) for problem in problems]
         groups = collect(
             engine,
             policy,
@@ -52,7 +52,7 @@ def draw_records(
             for group, problem in zip(groups, problems, strict=True)
             if problem.id not in done
         ]
-        graded = done_once(lambda groups=groups: scorer.score(groups))
+        graded = on_rank_zero(lambda groups=groups: scorer.score(groups))
         yield [_record(task.name, group) for group in graded]
 
 
@@ -74,7 +74,7 @@ def _sample(completion: Completion, grade: Grade) -> dict[str, Any]:
     return {
         "text": completion.text,
         **({"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}),
-        "tokens": completion.num_drawn,
+        "tokens": completion.num_sampled,
         "finish_reason": str(completion.finish_reason),
         "status": str(grade.status),
         "reward": None if math.isnan(grade.reward) else grade.reward,
