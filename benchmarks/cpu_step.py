@@ -33,7 +33,7 @@ from trustbatch.config import parse_config
 from trustbatch.loops.sync import train_sync
 from trustbatch.models.tiny import PAD_TOKEN, TINY_VOCABULARY, build_model, build_tokenizer
 from trustbatch.observe.progress import Progress
-from trustbatch.session import open_session
+from trustbatch.build.session import build_session
 from trustbatch.tasks.arithmetic import Arithmetic
 from trustbatch.types import Prompt
 
@@ -193,7 +193,7 @@ def run_trustbatch(work: Workload) -> dict[str, Any]:
     """Run trustbatch's synchronous loop, as `trustbatch.train` does, with a clock in it."""
     task, clock = GradedSums(), StepClock()
     config = parse_config(trustbatch_settings(work))
-    session = open_session(config, task)
+    session = build_session(config, task)
 
     class TimedProgress(Progress):
         def update(self, step: int, metrics: Mapping[str, float]) -> None:

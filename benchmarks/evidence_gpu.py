@@ -153,12 +153,12 @@ def run(job: dict[str, Any], args: Any) -> dict[str, Any]:
     from trustbatch.loops.sync import train_sync
     from trustbatch.observe.progress import Progress
     from trustbatch.observe.run_folder import read_metrics
-    from trustbatch.session import open_session
+    from trustbatch.build.session import build_session
     from trustbatch.tasks import build_task
 
     with tempfile.TemporaryDirectory() as folder, open("/dev/null", "w") as nowhere:
         tree = configuration(job, args, folder)
-        session = open_session(parse_config(tree))
+        session = build_session(parse_config(tree))
         session = dataclasses.replace(session, checkpointer=NoCheckpoints())
         try:
             with contextlib.closing(session.run), session.run.status:

@@ -30,7 +30,7 @@ from trustbatch.config import Config, apply_override, parse_config
 from trustbatch.loops.sync import train_sync
 from trustbatch.observe.progress import Progress
 from trustbatch.plan import estimate_memory
-from trustbatch.session import open_session
+from trustbatch.build.session import build_session
 
 RESULT_FILE = Path(__file__).parent / "results" / "memory_gpu.jsonl"
 GIB = 2**30
@@ -131,7 +131,7 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="memory-gpu-") as folder:
         config = configure(case, model=model, folder=folder, steps=steps, objective=objective)
         plan = estimate_memory(config, task=task)
-        session = open_session(config, task)
+        session = build_session(config, task)
         session.engine.generate = peaks.watched("generate", session.engine.generate)
         session.trainer.train = peaks.watched("train", session.trainer.train)
         try:

@@ -15,7 +15,8 @@ from trustbatch.doctor.forwards import in_precision
 from trustbatch.doctor.verdict import judge
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.session import configured_task, load_policy
+from trustbatch.build.policies import load_policy
+    from trustbatch.build.session import configured_task
 from trustbatch.types import Completion, GenerationRequest
 
 

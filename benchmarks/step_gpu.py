@@ -198,7 +198,7 @@ def run_trustbatch(work: Workload) -> None:
     """Run the synchronous loop as `trustbatch.train` does, with a clock in it."""
     from trustbatch.loops.sync import train_sync
     from trustbatch.observe.progress import Progress
-    from trustbatch.session import open_session
+    from trustbatch.build.session import build_session
 
     clock = StepClock(work)
     task = RandomPrompts(tokens=work.prompt_tokens, vocabulary=SHAPES[work.shape].vocabulary)
@@ -220,7 +220,7 @@ def run_trustbatch(work: Workload) -> None:
                 raise EnoughError
 
     with tempfile.TemporaryDirectory(prefix="step-gpu-") as folder:
-        session = open_session(configure_trustbatch(work, folder), task)
+        session = build_session(configure_trustbatch(work, folder), task)
         try:
             train_sync(session, ClockedProgress(work.framework, work.total_steps))
         except EnoughError:

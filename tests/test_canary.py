@@ -19,7 +19,7 @@ from trustbatch.models.policy import Policy
 from trustbatch.observe.progress import Progress
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.session import Session, open_session
+from trustbatch.build.session import Session, build_session
 from trustbatch.tasks import build_task
 from trustbatch.training.canary import NUM_PROMPTS, TOLERANCES, WIDEST, Canary, _tolerance
 from trustbatch.training.canary_reference import CanaryNotes
@@ -112,7 +112,7 @@ def test_a_run_with_canaries_equals_one_without(tiny_folder: Path, tmp_path: Pat
 
 def test_an_engine_that_ignores_updates_stops_the_run(tiny_folder: Path, tmp_path: Path) -> None:
     config = parse_config(tables(tiny_folder, tmp_path, canary_every=1))
-    session = open_session(config, Digits())
+    session = build_session(config, Digits())
     with_engine(session, Deaf(Policy.load(str(tiny_folder), device="cpu"), seed=0))
     with pytest.raises(
         CanaryError,
@@ -124,7 +124,7 @@ def test_an_engine_that_ignores_updates_stops_the_run(tiny_folder: Path, tmp_pat
 
 
 def test_wrong_weights_are_seen_before_the_first_sample(tiny_folder: Path, tmp_path: Path) -> None:
-    session = open_session(parse_config(tables(tiny_folder, tmp_path)))
+    session = build_session(parse_config(tables(tiny_folder, tmp_path)))
     other = Policy.load(str(tiny_folder), device="cpu")
     with torch.no_grad():
         other.model.model.layers[0].mlp.down_proj.weight.mul_(1.2)
@@ -134,7 +134,7 @@ def test_wrong_weights_are_seen_before_the_first_sample(tiny_folder: Path, tmp_p
 
 def test_a_switched_off_canary_says_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     config = parse_config(tables(tiny_folder, tmp_path, canary_every=0))
-    session = open_session(config, Digits())
+    session = build_session(config, Digits())
     run(with_engine(session, Deaf(Policy.load(str(tiny_folder), device="cpu"), seed=0)))
 
 
@@ -197,7 +197,7 @@ def test_a_run_asks_for_its_anchor_where_it_records_one(tiny_folder: Path, tmp_p
     found = {}
     for temperature in (1.0, 1.2):
         tree = tables(tiny_folder, tmp_path / str(temperature), temperature=temperature)
-        session = open_session(parse_config(tree))
+        session = build_session(parse_config(tree))
         found[temperature] = session.canary.check(0)
         session.engine.close()
         session.run.close()

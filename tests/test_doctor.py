@@ -24,7 +24,7 @@ from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_tokenizer
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.sampling import sampling_logprobs
-from trustbatch.session import configured_task
+from trustbatch.build.session import configured_task
 from trustbatch.types import Completion, GenerationRequest
 
 

@@ -13,7 +13,7 @@ from trustbatch.cli import main
 from trustbatch.config import parse_config
 from trustbatch.loops.generate import is_unequal, sample_ahead
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.session import Session, open_session
+from trustbatch.build.session import Session, build_session
 from trustbatch.types import Prompt
 
 OWN = Path(__file__).parent / "own_task.py"
@@ -50,7 +50,7 @@ def test_unequal_are_grades_that_differ(rewards: list[float], expected: bool) ->
 
 
 def session_of(model: Path, folder: Path, **options: Any) -> Session:
-    return open_session(parse_config(tree(model, folder, **options)))
+    return build_session(parse_config(tree(model, folder, **options)))
 
 
 def close(session: Session) -> None:

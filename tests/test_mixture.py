@@ -21,7 +21,7 @@ from trustbatch.observe.report import write_report
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, division
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.sampling import policy_seed, sampling_logprobs
-from trustbatch.session import Session, open_session
+from trustbatch.build.session import Session, build_session
 from trustbatch.types import Completion, GenerationRequest, SamplingParams
 
 PROMPTS = ("12+34=", "9=", "55+44=")
@@ -360,7 +360,7 @@ def test_a_mixed_run_resumes_exactly(tiny_folder: Path, other_folder: Path, tmp_
     checkpoint = first.folder / "checkpoints" / "step-6"
     checkpoint.rename(checkpoint.with_name(".writing-step-6"))
     config = parse_config(tables(tiny_folder, tmp_path / "cut", policies))
-    session: Session = open_session(config)
+    session: Session = build_session(config)
     session.run.close()
     (pending,) = session.loop.pending
     sampled_by = {c.provenance.policy for group in pending for c in group.completions}
@@ -380,7 +380,7 @@ def test_a_session_gives_every_policy_its_own_random_numbers(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     twin = [{"model": str(tiny_folder), "share": 0.5, "name": "twin"}]
-    session = open_session(parse_config(tables(tiny_folder, tmp_path, twin)))
+    session = build_session(parse_config(tables(tiny_folder, tmp_path, twin)))
     session.run.close()
     engine = session.engine
     assert isinstance(engine, MixedEngine)

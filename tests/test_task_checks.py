@@ -13,7 +13,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.session import configured_task
+from trustbatch.build.session import configured_task
 from trustbatch.tasks import build_task, check_task
 from trustbatch.types import Prompt, SamplingParams
 

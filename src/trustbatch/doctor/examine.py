@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trustbatch.build.session import configured_sampling
 from trustbatch.config import Config
 from trustbatch.doctor.anchor import AnchorResult, examine_anchor
 from trustbatch.doctor.arithmetic import PLAIN, ArithmeticResult, examine_arithmetic
@@ -13,7 +14,6 @@ from trustbatch.doctor.sampling import SamplingResult, examine_sampling
 from trustbatch.doctor.sampling_distributions import SamplingDistribution
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.session import configured_sampling
 from trustbatch.tasks import Task
 from trustbatch.types import Provenance, SamplingParams
 
