@@ -28,12 +28,12 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
-
-from trustbatch.config import parse_config
 from trustbatch.loops.sync import train_sync
+
+from trustbatch.build.session import build_session
+from trustbatch.config import parse_config
 from trustbatch.models.tiny import PAD_TOKEN, TINY_VOCABULARY, build_model, build_tokenizer
 from trustbatch.observe.progress import Progress
-from trustbatch.build.session import build_session
 from trustbatch.tasks.arithmetic import Arithmetic
 from trustbatch.types import Prompt
 

@@ -147,13 +147,13 @@ def write(lock: Any, file: str, record: dict[str, Any]) -> None:
 def run(job: dict[str, Any], args: Any) -> dict[str, Any]:
     """Train one run without checkpoints and evaluate what it has learned."""
     import torch
+    from trustbatch.loops.sync import train_sync
 
+    from trustbatch.build.session import build_session
     from trustbatch.config import parse_config
     from trustbatch.evaluation import evaluate
-    from trustbatch.loops.sync import train_sync
     from trustbatch.observe.progress import Progress
     from trustbatch.observe.run_folder import read_metrics
-    from trustbatch.build.session import build_session
     from trustbatch.tasks import build_task
 
     with tempfile.TemporaryDirectory() as folder, open("/dev/null", "w") as nowhere:

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from qwen3_shapes import SHAPES, make_checkpoint
 from step_gpu import EnoughError, RandomPrompts
+from trustbatch.loops.sync import train_sync
 from worker_process import Results, describe_machine, end_here, run_worker
 
+from trustbatch.build.session import build_session
 from trustbatch.config import Config, apply_override, parse_config
-from trustbatch.loops.sync import train_sync
 from trustbatch.observe.progress import Progress
 from trustbatch.plan import estimate_memory
-from trustbatch.build.session import build_session
 
 RESULT_FILE = Path(__file__).parent / "results" / "memory_gpu.jsonl"
 GIB = 2**30

@@ -197,8 +197,9 @@ class EnoughError(Exception):
 def run_trustbatch(work: Workload) -> None:
     """Run the synchronous loop as `trustbatch.train` does, with a clock in it."""
     from trustbatch.loops.sync import train_sync
-    from trustbatch.observe.progress import Progress
+
     from trustbatch.build.session import build_session
+    from trustbatch.observe.progress import Progress
 
     clock = StepClock(work)
     task = RandomPrompts(tokens=work.prompt_tokens, vocabulary=SHAPES[work.shape].vocabulary)

@@ -47,9 +47,9 @@ from worker_process import (
     run_worker,
 )
 
+from trustbatch.build.session import Session, build_session
 from trustbatch.config import Config, apply_override, parse_config
 from trustbatch.plan import estimate_memory
-from trustbatch.build.session import Session, build_session
 from trustbatch.types import Completion, FinishReason, Provenance, TrainSequence
 
 RESULT_FILE = Path(__file__).parent / "results" / "train_gpu.jsonl"

@@ -1,18 +1,17 @@
 """The source of a run with [cluster]: engines generate batches while the trainers train."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.cluster.actor_pool import ActorPool
 from trustbatch.cluster.engine_pool import EnginePool
 from trustbatch.cluster.live_status import LiveStatus
-from trustbatch.errors import EngineError
-from trustbatch.loops.producer import RolloutProducer
+from trustbatch.loops.producer import RolloutProducer, refuse_too_old
 from trustbatch.loops.session import Session
 from trustbatch.loops.sources import batch_generator
 from trustbatch.training.canary_reference import CanaryNotes
-from trustbatch.types import RolloutBatch, RolloutGroup
+from trustbatch.types import RolloutBatch
 from trustbatch.utils.distributed import from_rank_zero, patient_group
 
 
@@ -106,20 +105,3 @@ class ClusterSource:
             self.session.scorer.close()
             self._producer.close()
             self._status.close()
-
-
-def refuse_too_old(session: Session, groups: Sequence[RolloutGroup]) -> None:
-    """Make sure that no token of the policy is older than `cluster.max_lag` allows."""
-    cluster = session.config.cluster
-    assert cluster is not None
-    for group in groups:
-        for completion in group.completions:
-            if completion.provenance.policy != session.policy.name:
-                continue
-            for version in completion.all_versions:
-                if not 0 <= session.state.step - version <= cluster.max_lag:
-                    raise EngineError(
-                        f"Prompt {group.prompt.id!r} was answered by version {version}, which is "
-                        f"not within cluster.max_lag = {cluster.max_lag} of version "
-                        f"{session.state.step}: report this as a bug in the scheduler."
-                    )

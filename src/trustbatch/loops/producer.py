@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -11,8 +11,9 @@ from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.config import ClusterConfig, Config
 from trustbatch.errors import EngineError
 from trustbatch.loops.generate import BatchGenerator
+from trustbatch.loops.session import Session
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.types import RolloutBatch
+from trustbatch.types import RolloutBatch, RolloutGroup
 
 CLOSE_SECONDS = 60.0
 
@@ -180,3 +181,20 @@ class RolloutProducer:
                     "run from its last checkpoint."
                 )
         setattr(self, who, "")
+
+
+def refuse_too_old(session: Session, groups: Sequence[RolloutGroup]) -> None:
+    """Make sure that no token of the policy is older than `cluster.max_lag` allows."""
+    cluster = session.config.cluster
+    assert cluster is not None
+    for group in groups:
+        for completion in group.completions:
+            if completion.provenance.policy != session.policy.name:
+                continue
+            for version in completion.all_versions:
+                if not 0 <= session.state.step - version <= cluster.max_lag:
+                    raise EngineError(
+                        f"Prompt {group.prompt.id!r} was answered by version {version}, which is "
+                        f"not within cluster.max_lag = {cluster.max_lag} of version "
+                        f"{session.state.step}: report this as a bug in the scheduler."
+                    )
