@@ -1,7 +1,7 @@
 """trustbatch: RL on language models whose trust in a batch is measured from the batch.
 
 The reading order of the package is the flow of data: tasks, rollout, rewards, advantages, batching,
-objectives, training, loops; `loops/sync.py` shows it on one screen.
+objectives, training; `loops/train.py` is the loop that shows all stages on one screen.
 """
 
 import os

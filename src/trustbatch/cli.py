@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +18,7 @@ from trustbatch.errors import ConfigError, TrustbatchError
 from trustbatch.studies.command import add_study_arguments
 
 SECONDS_FOR_RANK_ZERO = 20.0
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,83 +75,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"trustbatch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser(
-        "train",
-        help="train a model as a TOML file says",
-        epilog="Any key can be set on the command line: --training.steps=10 --objective.name=grpo",
-    )
-    train.add_argument("config", help="TOML file; see configs/")
-    train.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration and the plan"
-    )
-    train.add_argument(
-        "--gpus", type=_at_least_one, help="plan for so many; with --dry-run, this machine's unless"
-    )
-    train.add_argument(
-        "--gpu-memory", type=_gib, metavar="GIB", help="plan for GPUs of so much; with --dry-run"
-    )
-    doctor = commands.add_parser(
-        "doctor",
-        help="is this stack on-policy? names what is not",
-        epilog="Status 0: on-policy, 1: off-policy. Any key can be set: --rollout.temperature=0.6",
-    )
-    doctor.add_argument("config", help="TOML file, as for train; nothing is trained or written")
-    doctor.add_argument(
-        "--tokens", type=_at_least_one, default=2048, help="sampled and recomputed, default 2048"
-    )
-    doctor.add_argument("--json", help="file for everything that was measured")
-    report = commands.add_parser("report", help="write one HTML page about some runs")
-    report.add_argument("runs", nargs="+", help="run folders, e.g. runs/a runs/b")
-    report.add_argument("--output", help="the HTML file; report.html of the first run unless given")
-    status = commands.add_parser(
-        "status",
-        help="how a run is doing, from another terminal",
-        epilog="Status 0: it runs or is finished; 1: it was stopped, has failed or is dead; 2: no "
-        "run can be found there.",
-    )
-    status.add_argument("run", help="run folder, e.g. runs/a")
-    status.add_argument("--watch", action="store_true", help="go on showing it until it ends")
-    evaluation = commands.add_parser(
-        "eval",
-        help="pass@k of models on tasks, with intervals",
-        epilog="The same command goes on where it was stopped. Keys of an engine can be set: "
-        "--model.device=cpu --rollout.max_sequences=64 --rollout.vllm.kv_cache_gib=4",
-    )
-    evaluation.add_argument(
-        "models", nargs="+", help="run, checkpoint, folder, .gguf file, smollm2, or hub name"
-    )
-    evaluation.add_argument("--suite", type=_names, default=[], help="tasks: aime24,amc23")
-    evaluation.add_argument("--task", help="one task, or a .jsonl/.parquet; default arithmetic")
-    evaluation.add_argument("--data", help="folder with NAME.jsonl.gz of each named task")
-    evaluation.add_argument(
-        "--template", help="the prompt; {problem} is replaced (for the file of --task only)"
-    )
-    evaluation.add_argument("--engine", choices=("native", "vllm"), default="native")
-    evaluation.add_argument(
-        "--samples", type=_at_least_one, help="of each problem; default 16, at temperature 0: 1"
-    )
-    evaluation.add_argument("--temperature", type=_not_negative, default=1.0, help="0 is greedy")
-    evaluation.add_argument("--top-p", type=_probability, default=0.95, help="default 0.95")
-    evaluation.add_argument(
-        "--max-tokens", type=_at_least_one, help="default 4096, or what the context allows"
-    )
-    evaluation.add_argument(
-        "--max-turns", type=_at_least_one, default=8, help="of an environment, default 8"
-    )
-    evaluation.add_argument("--limit", type=_at_least_one, help="first problems of each task")
-    evaluation.add_argument(
-        "--prompts", type=_at_least_one, default=256, help="of a task without an end, default 256"
-    )
-    evaluation.add_argument("--seed", type=int, default=0, help="of the samples")
-    evaluation.add_argument("--output", default="evals", help="where the results' folders go")
-    comparison = commands.add_parser("compare", help="which of two evaluated models is better")
-    comparison.add_argument("evaluations", nargs=2, help="folders that eval made, e.g. evals/a")
-    comparison.add_argument("--k", type=_at_least_one, default=1, help="of pass@k, default 1")
-    comparison.add_argument("--output", help="folder for comparison.json, .md and the plot")
+    _add_train(commands)
+    _add_doctor(commands)
+    _add_report_and_status(commands)
+    _add_eval(commands)
+    _add_compare(commands)
     study = commands.add_parser(
         "study",
-        help="compare objectives as the paper does, at three scales",
-        epilog="The same command goes on where it was stopped. Status 1: some run has failed.",
+        help="compare objectives as the paper does, at several scales",
+        epilog="The same command continues where it was stopped. Exit status 1: a run has failed.",
     )
     add_study_arguments(study)
     quickstart = commands.add_parser(
@@ -159,6 +93,99 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("--steps", type=_at_least_one, default=60, help="of each run")
     quickstart.add_argument("--seed", type=int, default=0, help="of the model and all runs")
     return parser
+
+
+def _add_train(commands: Commands) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a model as configured in a TOML file",
+        epilog="Any key can be set on the command line: --training.steps=10 --objective.name=grpo",
+    )
+    train.add_argument("config", help="TOML file; see configs/")
+    train.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and the plan"
+    )
+    train.add_argument(
+        "--gpus",
+        type=_at_least_one,
+        help="with --dry-run: number of GPUs to plan for; default: those of this machine",
+    )
+    train.add_argument(
+        "--gpu-memory", type=_gib, metavar="GIB", help="with --dry-run: memory of each GPU"
+    )
+
+
+def _add_doctor(commands: Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="is this stack on-policy? names what is not",
+        epilog="Exit status 0: on-policy, 1: off-policy. Any key can be set: "
+        "--rollout.temperature=0.6",
+    )
+    doctor.add_argument("config", help="TOML file, as for train; nothing is trained or written")
+    doctor.add_argument(
+        "--tokens",
+        type=_at_least_one,
+        default=2048,
+        help="tokens to sample and recompute; default: 2048",
+    )
+    doctor.add_argument("--json", help="file for everything that was measured")
+
+
+def _add_report_and_status(commands: Commands) -> None:
+    report = commands.add_parser("report", help="write one HTML page about some runs")
+    report.add_argument("runs", nargs="+", help="run folders, e.g. runs/a runs/b")
+    report.add_argument("--output", help="the HTML file; default: report.html of the first run")
+    status = commands.add_parser(
+        "status",
+        help="how a run is doing, from another terminal",
+        epilog="Exit status 0: running or finished; 1: stopped, failed or dead; 2: no run found.",
+    )
+    status.add_argument("run", help="run folder, e.g. runs/a")
+    status.add_argument("--watch", action="store_true", help="keep showing it until it ends")
+
+
+def _add_eval(commands: Commands) -> None:
+    evaluation = commands.add_parser(
+        "eval",
+        help="pass@k of models on tasks, with intervals",
+        epilog="The same command continues where it was stopped. Keys of an engine can be set: "
+        "--model.device=cpu --rollout.max_sequences=64 --rollout.vllm.kv_cache_gib=4",
+    )
+    evaluation.add_argument(
+        "models", nargs="+", help="run, checkpoint, folder, .gguf file, smollm2, or hub name"
+    )
+    evaluation.add_argument("--suite", type=_names, default=[], help="tasks: aime24,amc23")
+    evaluation.add_argument("--task", help="one task, or a .jsonl/.parquet; default: arithmetic")
+    evaluation.add_argument("--data", help="folder with NAME.jsonl.gz of each named task")
+    evaluation.add_argument(
+        "--template", help="the prompt; {problem} is replaced (for the file of --task only)"
+    )
+    evaluation.add_argument("--engine", choices=("native", "vllm"), default="native")
+    evaluation.add_argument(
+        "--samples", type=_at_least_one, help="per problem; default: 16, at temperature 0: 1"
+    )
+    evaluation.add_argument("--temperature", type=_not_negative, default=1.0, help="0 is greedy")
+    evaluation.add_argument("--top-p", type=_probability, default=0.95, help="default: 0.95")
+    evaluation.add_argument(
+        "--max-tokens", type=_at_least_one, help="default: 4096, or what the context allows"
+    )
+    evaluation.add_argument(
+        "--max-turns", type=_at_least_one, default=8, help="of an environment; default: 8"
+    )
+    evaluation.add_argument("--limit", type=_at_least_one, help="first problems of each task")
+    evaluation.add_argument(
+        "--prompts", type=_at_least_one, default=256, help="of an endless task; default: 256"
+    )
+    evaluation.add_argument("--seed", type=int, default=0, help="of the samples")
+    evaluation.add_argument("--output", default="evals", help="where the results' folders go")
+
+
+def _add_compare(commands: Commands) -> None:
+    comparison = commands.add_parser("compare", help="which of two evaluated models is better")
+    comparison.add_argument("evaluations", nargs=2, help="folders that eval made, e.g. evals/a")
+    comparison.add_argument("--k", type=_at_least_one, default=1, help="of pass@k; default: 1")
+    comparison.add_argument("--output", help="folder for comparison.json, .md and the plot")
 
 
 def _at_least_one(text: str) -> int:
