@@ -245,9 +245,10 @@ def test_killed_engines_and_reward_workers_change_nothing(
 
 
 @pytest.mark.slow
-def test_a_fleet_stops_at_a_false_canary_and_at_deaths_without_end(
+def test_a_pool_of_engines_stops_at_a_false_canary_and_at_deaths_without_end(
     tiny_folder: Path, policy: Policy
 ) -> None:
+    from trustbatch.build.engines import open_actor_engines
     from trustbatch.cluster.engine_pool import EnginePool
 
     tree = {
@@ -255,7 +256,7 @@ def test_a_fleet_stops_at_a_false_canary_and_at_deaths_without_end(
         "task": {"name": "arithmetic"},
         "cluster": {"engines": 1, "max_restarts": 0},
     }
-    engine_pool = EnginePool(parse_config(tree))
+    engine_pool = EnginePool(parse_config(tree), open_actor_engines)
     prompts = [Prompt(id=text, text=text, answer="") for text in ("1+1=", "12+34=", "7=")]
     notes = CanaryNotes(policy, prompts, logprob_mode="processed")
     engine_pool.expect(notes.note(version=0))

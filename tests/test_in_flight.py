@@ -404,6 +404,7 @@ def own_ray() -> Iterator[None]:
 def test_a_version_that_fails_its_canary_in_flight_samples_nothing(
     tiny_folder: Path, tmp_path: Path, policy: Policy, own_ray: None
 ) -> None:
+    from trustbatch.build.engines import open_actor_engines
     from trustbatch.cluster.engine_actor import EngineActor, PublishedVersion
     from trustbatch.cluster.publications import DiskPublisher
 
@@ -442,7 +443,7 @@ def test_a_version_that_fails_its_canary_in_flight_samples_nothing(
     false = replace(right, weights=first.weights)
     requests = make_requests(policy)
     for second in (right, false):
-        actor = OfferedMeanwhile(config, torch.get_num_threads())
+        actor = OfferedMeanwhile(config, open_actor_engines, torch.get_num_threads())
         actor.coming = second
         if second is false:
             for _ in range(2):  # nor is it sampled from when it is asked for once more
