@@ -181,7 +181,7 @@ def _numbered(files: dict[str, str]) -> list[tuple[int, str]]:
 
 
 def test_trainers_get_no_task_that_would_leave_its_problems_behind(tmp_path: Path) -> None:
-    from trustbatch.cluster.sent_task import refuse_unsendable
+    from trustbatch.cluster.trainers import refuse_unsendable
 
     rows = rows_file(tmp_path, [{"problem": "1+1", "answer": 2}])
     table = {"name": "file", "path": rows}

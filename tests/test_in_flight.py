@@ -417,7 +417,7 @@ def test_a_version_that_fails_its_canary_in_flight_samples_nothing(
         def has_newer(self, version: int) -> bool:
             self.num_asked += 1
             if self.num_asked == 5:
-                self.offer(self.coming)
+                self.announce(self.coming)
             return super().has_newer(version)
 
     config = parse_config(

@@ -1,4 +1,4 @@
-"""Engines as a configuration describes them: the trained policy's, and those of second policies."""
+"""The engines of a run: the trained policy's, those of second policies, and those of actors."""
 
 from typing import TYPE_CHECKING
 
@@ -129,7 +129,7 @@ def _build(
 
 
 def recorded_anchor_temperature(config: Config) -> float | None:
-    """Return the anchor's temperature where a policy samples from another distribution, else None."""
+    """Return the anchor's temperature if some policy samples from another distribution."""
     rollout = config.rollout
     trained = SamplingParams(
         max_tokens=rollout.max_tokens,
@@ -146,9 +146,9 @@ def recorded_anchor_temperature(config: Config) -> float | None:
 
 
 def load_second_policies(config: Config, trained: Policy) -> list[Policy]:
-    """Load the models of [[rollout.policies]], or refuse one that can't speak for the trained.
+    """Load the models of [[rollout.policies]]; refuses one with another tokenizer.
 
-    Those of vLLM stay in host memory: it has copies of its own.
+    With vLLM they stay in host memory: it has copies of its own.
     """
     device = rank_device(config.model.device)
     frozen = []

@@ -20,8 +20,8 @@ from trustbatch.types import Completion, GenerationRequest
 OpenEngines = Callable[[Config, int], Engines]
 """starts the engines of an actor, at a version"""
 NOTHING_LOADED = -1
-OFFERS = "offers"
-"""Ray's name for the thread of an actor that hears of new versions while another one samples"""
+NEW_VERSIONS = "new_versions"
+"""concurrency group of an actor: its thread is told of new versions while another one samples"""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class PublishedVersion:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class GenerationResult:
     """What an engine did in one call."""
 
     completions: list[Completion]
     canary: dict[str, float]
-    """how far it was off at most, if it took over a version and was checked"""
+    """largest differences measured by the canary, if a version was loaded and checked"""
     version: int
-    """that it sampled from last"""
+    """the last one it sampled from"""
 
 
 class EngineActor:
@@ -53,13 +53,13 @@ class EngineActor:
         self._config = config
         self._open_engines = open_engines
         self._engines: Engines | None = None
-        self._served = NOTHING_LOADED  # loaded, and found right where a check was due
-        self._newest: PublishedVersion | None = None  # of those that were offered
-        self._hearing = threading.Lock()
-        self._canary: dict[str, float] = {}  # the worst of a call
+        self._served = NOTHING_LOADED  # loaded, and checked where a check was due
+        self._newest: PublishedVersion | None = None  # of those it was told of
+        self._lock = threading.Lock()
+        self._canary: dict[str, float] = {}  # the largest of a call
 
     def prepare(self) -> None:
-        """Load the model; not before someone waits, who then hears why that is impossible."""
+        """Load the model: only when a caller waits, who then gets the error if that fails."""
         if self._engines is None:
             self._engines = self._open_engines(self._config, NOTHING_LOADED)
 
@@ -69,45 +69,45 @@ class EngineActor:
         requests: Sequence[GenerationRequest],
         *,
         alone: bool = False,
-    ) -> Sampled:
-        """Sample from a version, after taking it over and being checked if it is another one.
+    ) -> GenerationResult:
+        """Sample from a version; loads and checks it first if it is not the current one.
 
-        `alone` leaves second policies aside.
+        `alone`: the trained policy only, without second policies.
         """
         engines = self._ready()
         try:
             self._load(published)
-            return self._sampled((engines.trained if alone else engines.all).generate(requests))
+            return self._result((engines.trained if alone else engines.all).generate(requests))
         except DeadEngineError:
             engines.all.close()  # or its files would outlive this actor, which is replaced now
             raise
 
     def generate_in_flight(
         self, published: PublishedVersion, requests: Sequence[GenerationRequest]
-    ) -> Sampled:
-        """Sample from a version or the newest one offered, and from those offered meanwhile."""
+    ) -> GenerationResult:
+        """Sample from this version or a newer one, and switch to those announced meanwhile."""
         engines = self._ready()
         assert isinstance(engines.trained, NativeEngine)
-        self.offer(published)
+        self.announce(published)
         self.apply()
         engines.trained.offers = self
         try:
-            return self._sampled(engines.all.generate(requests))
+            return self._result(engines.all.generate(requests))
         finally:
             engines.trained.offers = None
 
-    def offer(self, published: PublishedVersion) -> None:
-        """Hear of a version, perhaps from another thread in the midst of `generate_in_flight`."""
-        with self._hearing:
+    def announce(self, published: PublishedVersion) -> None:
+        """Take note of a version; may come from another thread during `generate_in_flight`."""
+        with self._lock:
             if self._newest is None or published.version > self._newest.version:
                 self._newest = published
 
     def has_newer(self, version: int) -> bool:
-        """Whether a newer version was offered; the engine asks between two tokens."""
+        """Whether a newer version was announced; the engine asks between two tokens."""
         return self._newest is not None and self._newest.version > version
 
     def apply(self) -> None:
-        """Load the newest version that was offered."""
+        """Load the newest version that was announced."""
         assert self._newest is not None
         self._load(self._newest)
 
@@ -118,7 +118,7 @@ class EngineActor:
         return self._engines
 
     def _load(self, published: PublishedVersion) -> None:
-        """Take a version over, unless it is there, and check it before it is sampled from."""
+        """Load a version unless it is loaded, and check it before it is sampled from."""
         assert self._engines is not None
         if self._served == published.version:
             return
@@ -130,9 +130,9 @@ class EngineActor:
                 self._canary[name] = max(self._canary.get(name, 0.0), value)
         self._served = published.version
 
-    def _sampled(self, completions: Sequence[Completion]) -> Sampled:
+    def _result(self, completions: Sequence[Completion]) -> GenerationResult:
         on_host = [_on_host(completion) for completion in completions]
-        return Sampled(on_host, self._canary, self._served)
+        return GenerationResult(on_host, self._canary, self._served)
 
 
 def _on_host(completion: Completion) -> Completion:
@@ -145,4 +145,4 @@ def _on_host(completion: Completion) -> Completion:
 
 RemoteEngine = ray.remote(EngineActor)
 _remote: Any = ray.remote  # whose type knows nothing of concurrency groups
-RemoteEngineInFlight = _remote(concurrency_groups={OFFERS: 1})(EngineActor)
+RemoteEngineInFlight = _remote(concurrency_groups={NEW_VERSIONS: 1})(EngineActor)

@@ -1,4 +1,4 @@
-"""The engine pool: many engines that look like one."""
+"""The engine pool: many engines behind the interface of one."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from trustbatch.cluster.actor_pool import ActorPool, Work, Worker
 from trustbatch.cluster.engine_actor import (
-    OFFERS,
+    NEW_VERSIONS,
+    GenerationResult,
     OpenEngines,
     PublishedVersion,
     RemoteEngine,
     RemoteEngineInFlight,
-    Sampled,
 )
 from trustbatch.cluster.placement import Places, machines
 from trustbatch.cluster.publications import Publication
@@ -30,11 +30,11 @@ from trustbatch.types import Completion, GenerationRequest
 
 
 class EnginePool:
-    """Deals requests to engines in other processes; what is sampled does not depend on who samples.
+    """Deals requests to engines in other processes; results do not depend on which engine samples.
 
-    It holds every version that may still be asked for. Publishing and sampling may come from
-    different threads. It samples from the newest version; `at` is the same engine pool at another
-    one, and `in_flight` one whose engines take over new versions while they sample.
+    It holds every version that may still be requested. Publishing and sampling may come from
+    different threads. It samples from the newest version; `at` gives the same pool at another one,
+    and `in_flight` one whose engines load new versions while they sample.
     """
 
     def __init__(self, config: Config, open_engines: OpenEngines) -> None:
@@ -48,7 +48,7 @@ class EnginePool:
         self._places = Places(
             Demand.of(config, machines()).engines, seconds=self.cluster.start_seconds
         )
-        self._publisher = open_publisher(config)  # not before there is room for anybody to send to
+        self._publisher = open_publisher(config)  # after the engines have their places
         kind = RemoteEngineInFlight if self.cluster.in_flight else RemoteEngine
         num_threads = torch.get_num_threads()
         self.pool = ActorPool(
@@ -71,13 +71,13 @@ class EnginePool:
             return max(self._published)
 
     def expect(self, reference: CanaryReference | None) -> None:
-        """Have engines that take over the next published version checked against this."""
+        """Check engines against this reference when they load the next published version."""
         self._expected = reference
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Publish a version; engines take it over when they are asked to sample from it.
+        """Publish a version; engines load it when they are to sample from it.
 
-        With `cluster.in_flight` they are told of it at once.
+        With `cluster.in_flight` it is announced to them at once.
         """
         stored = self._publisher.publish(weights, version)
         with self._changing:
@@ -85,14 +85,14 @@ class EnginePool:
             self._published[version] = stored, published
             self._expected = None
         if self.cluster.in_flight:
-            # not awaited: one that dies is replaced by one that is given the newest version
+            # not awaited: the replacement of an engine that dies starts with the newest version
             for worker in self.pool.workers:
-                worker.actor.offer.options(concurrency_group=OFFERS).remote(published)
+                worker.actor.announce.options(concurrency_group=NEW_VERSIONS).remote(published)
 
     def forget_before(self, version: int) -> None:
-        """Give back the room of versions that nobody will ask for again.
+        """Free versions that will not be requested again.
 
-        The newest one stays, whatever is said: the policy may be evaluated at any time.
+        The newest one always stays: the policy may be evaluated at any time.
         """
         with self._changing:
             needed = min(version, max(self._published))
@@ -101,18 +101,18 @@ class EnginePool:
                 self._publisher.forget(weights)
 
     def at(self, version: int) -> RolloutEngine:
-        """Return the engine pool as an engine that samples from a published version."""
+        """Return an engine that samples from a published version."""
         return _EnginePoolAt(self, version)
 
     def trained(self) -> RolloutEngine:
-        """Return the engine pool as an engine that samples from the newest version of the policy alone.
+        """Return an engine that samples from the newest version, without second policies.
 
-        Second policies have no part in what the policy is judged by.
+        The policy is evaluated by its own samples alone.
         """
         return _EnginePoolAt(self, None, alone=True)
 
     def in_flight(self) -> RolloutEngine:
-        """Return the engine pool as an engine that always samples from the newest version there is."""
+        """Return an engine whose tokens always come from the newest version."""
         assert self.cluster.in_flight
         return _EnginePoolInFlight(self)
 
@@ -175,7 +175,7 @@ class EnginePool:
         self._places.close()
         self._publisher.close()
 
-    def _note(self, worker: Worker, sampled: Sampled) -> None:
+    def _note(self, worker: Worker, sampled: GenerationResult) -> None:
         num_tokens = sum(len(completion.token_ids) for completion in sampled.completions)
         worker.notes["tokens"] = worker.notes.get("tokens", 0.0) + num_tokens
         worker.notes["version"] = sampled.version

@@ -15,7 +15,7 @@ SECONDS_BETWEEN = 1.0
 
 
 class LiveStatus:
-    """Looks about once a second at engines, reward workers, buffer and waits."""
+    """Updates the status file once a second: engines, reward workers, buffer, waits."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class LiveStatus:
             return self._status.metrics()
 
     def close(self) -> None:
-        """Look no more."""
+        """End the thread."""
         self._ended.set()
         self._thread.join()
 
@@ -112,7 +112,7 @@ class LiveStatus:
 
     @staticmethod
     def _counts_of(worker: Worker) -> tuple[float, float, float]:
-        """Return the time, and how long it was busy and how many tokens it has sampled until then."""
+        """Return the time, the busy seconds and the sampled tokens until then."""
         now = time.monotonic()
         current = now - worker.since if worker.chunk is not None and worker.is_ready else 0.0
         return now, worker.busy_seconds + current, worker.notes.get("tokens", 0.0)

@@ -1,4 +1,4 @@
-"""A scorer whose grading is done by reward workers."""
+"""Grading by reward workers: the actor that grades, and the scorer that deals groups to actors."""
 
 import pickle
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ import ray
 
 from trustbatch.cluster.actor_pool import ActorPool, Worker
 from trustbatch.cluster.placement import Places, machines
-from trustbatch.cluster.reward_actor import RemoteGrader
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
 from trustbatch.plan.demand import Demand
@@ -21,8 +20,25 @@ CHUNKS_PER_WORKER = 4
 """so that a worker with slow completions does not hold up the batch"""
 
 
+class RewardActor:
+    """Grades groups with the terms of [reward], in a process of its own."""
+
+    def __init__(self, config: Config, task: Task) -> None:
+        self._scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
+
+    def prepare(self) -> None:
+        """Nothing to do: graders are loaded with the first completion."""
+
+    def grade(self, groups: Sequence[RolloutGroup]) -> list[tuple[Grade, ...]]:
+        """Return the grades of each group."""
+        return [group.grades for group in self._scorer.grade(groups)]
+
+
+RemoteGrader = ray.remote(RewardActor)
+
+
 class RemoteScorer:
-    """Deals the groups of a batch to reward workers; what could not be graded is told here."""
+    """Deals the groups of a batch to reward workers; grading failures are reported here."""
 
     def __init__(self, config: Config, task: Task, own: Scorer) -> None:
         assert config.cluster is not None

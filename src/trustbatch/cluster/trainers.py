@@ -1,14 +1,17 @@
 """Several ranks that train together, each in an actor; the first one has the engines."""
 
+import io
 import os
 import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import ray
 import torch
+from ray.cloudpickle.cloudpickle import Pickler
 from ray.exceptions import GetTimeoutError, RayTaskError
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
@@ -16,11 +19,11 @@ from trustbatch.cluster.actor_pool import DEATHS
 from trustbatch.cluster.driver import IsAskedToStop, Result, Train
 from trustbatch.cluster.interface import listener_at, stay_on_interface
 from trustbatch.cluster.placement import Places, machines
-from trustbatch.cluster.sent_task import refuse_unsendable
 from trustbatch.config import Config
-from trustbatch.errors import EngineError, TrustbatchError
+from trustbatch.errors import ConfigError, EngineError, TrustbatchError
 from trustbatch.plan.demand import Demand
 from trustbatch.tasks import Task
+from trustbatch.tasks.problems import ProblemTask
 from trustbatch.utils.distributed import DEADLINE, joined_ranks
 
 LOOK_EVERY = 1.0
@@ -157,3 +160,31 @@ def _raise_death(calls: list[Any]) -> None:
                 f"Trainer {calls.index(call)} died: see why in Ray's logs; the same command "
                 "continues the run from its last checkpoint."
             ) from error
+
+
+def refuse_unsendable(task: Task) -> None:
+    """Refuse a task that can't be pickled, or would arrive without its problems."""
+    found = _TaskPickler(io.BytesIO())
+    try:
+        found.dump(task)
+    except (TypeError, PicklingError) as error:
+        raise ConfigError(
+            f"The task {task.name!r} can't be sent to other trainers ({error}): give it as a "
+            "table, or set cluster.trainers to 1."
+        ) from error
+    if found.problem_task is not None:
+        raise ConfigError(
+            f"The task {found.problem_task!r} leaves its problems behind when it is sent to other "
+            'trainers: give it as a table, such as task={"name": "file", "path": ...}.'
+        )
+
+
+class _TaskPickler(Pickler):
+    """Pickles a task as Ray will, and finds tasks with problems inside it."""
+
+    problem_task: str | None = None
+
+    def persistent_id(self, value: Any) -> None:
+        """Remember a task with problems; pickle calls this for every object."""
+        if isinstance(value, ProblemTask):
+            self.problem_task = value.name
