@@ -12,7 +12,7 @@ from tests.training_cases import policy_logp
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trustbatch
-from trustbatch.batching.samples import to_sequences
+from trustbatch.batching.sequences import to_sequences
 from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError, ReplyError
 from trustbatch.models.policy import Policy

@@ -15,7 +15,7 @@ from torch._inductor import cpp_builder
 from trustbatch.errors import ConfigError
 from trustbatch.models.packing.layout import PackedLayout, Segment
 from trustbatch.models.policy import Policy
-from trustbatch.training.layer_calls import compile_layers, recompute_layers
+from trustbatch.training.layers import compile_layers, recompute_layers
 from trustbatch.types import TrainSequence
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

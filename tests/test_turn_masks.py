@@ -10,7 +10,7 @@ from tests.episode_cases import episodes
 from tests.training_cases import flat, make_trainer, watch_gradients
 
 from trustbatch.batching import units as units_module
-from trustbatch.batching.samples import to_sequences
+from trustbatch.batching.sequences import to_sequences
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import OBJECTIVES, TokenBatch, build_objective
 from trustbatch.types import TrainSequence

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trustbatch.advantages import ADVANTAGES
-from trustbatch.batching.samples import to_sequences
+from trustbatch.batching.sequences import to_sequences
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.rewards import rewards_of

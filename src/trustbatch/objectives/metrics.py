@@ -117,18 +117,29 @@ class Max:
 
 
 @dataclass(frozen=True)
-class EffectiveSampleSize:
-    """Normalized effective sample size e, with 1 - e beside it for a logarithmic axis."""
+class OneMinusEss:
+    """1 - e with the normalized effective sample size e of pooled ratios."""
 
     moments: RatioMoments
     over_steps = staticmethod(_average)
 
-    def merge(self, other: "EffectiveSampleSize") -> "EffectiveSampleSize":
+    def merge(self, other: Self) -> Self:
         """Pool the ratios of two batches."""
-        return EffectiveSampleSize(self.moments + other.moments)
+        return type(self)(self.moments + other.moments)
 
     def values(self, name: str) -> dict[str, float]:
-        """Return e and 1 - e."""
+        """Return 1 - e, or nothing where there is no token."""
+        if not float(self.moments.count):
+            return {}
+        return {name: 1.0 - float(effective_sample_size(self.moments))}
+
+
+@dataclass(frozen=True)
+class EffectiveSampleSize(OneMinusEss):
+    """Normalized effective sample size e of a step, with 1 - e for a logarithmic axis."""
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return e and 1 - e; without any token e is 0."""
         ess = float(effective_sample_size(self.moments))
         return {name: ess, f"one_minus_{name}": 1.0 - ess}
 

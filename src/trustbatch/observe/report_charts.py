@@ -22,7 +22,7 @@ from trustbatch.observe.charts import (
     step_axis,
 )
 from trustbatch.observe.report_data import Run
-from trustbatch.training.lag_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG
+from trustbatch.training.ratio_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG
 
 LEAD = Frame(620, 330)
 SMALL = Frame(440, 250)

@@ -10,7 +10,7 @@ from typing import Any
 
 from trustbatch.errors import ConfigError
 from trustbatch.observe.status import ENGINE_METRICS
-from trustbatch.training.lag_metrics import values_by_lag
+from trustbatch.training.ratio_metrics import values_by_lag
 
 SAMPLES_PER_FILE = 5
 _LARGEST_DRAWN = 1e300  # beyond it, the difference of two values overflows

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from trustbatch.rewards import rewards_of
-from trustbatch.training.lag_metrics import COMPLETIONS_BY_LAG
+from trustbatch.training.ratio_metrics import COMPLETIONS_BY_LAG
 from trustbatch.types import Completion, FinishReason, Grade, GradeStatus, Role, RolloutGroup
 
 

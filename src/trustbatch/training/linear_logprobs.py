@@ -19,6 +19,7 @@ in the backward pass, where two further products along different axes need each 
 """
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trustbatch.training import logprob_passes
-from trustbatch.training.entropy_use import EntropyUse
 from trustbatch.training.logprob_passes import OutputGradients, SliceStatistics
 
 CPU_SLICE_BYTES = 32 * 2**20
@@ -35,6 +35,14 @@ GPU_SLICE_BYTES = 2**30
 """of a slice of logits on a GPU; the backward pass holds half as much besides, in bfloat16"""
 SLICE_MULTIPLE = 128
 """ids that a slice has a multiple of, so that rows stay aligned for tensor cores"""
+
+
+class EntropyUse(Enum):
+    """Whether the entropy of the policy is computed, and whether it has a gradient."""
+
+    NONE = 0
+    REPORTED = 1
+    LEARNED = 2
 
 
 def linear_logprobs(

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from trustbatch.batching.micro_batches import MicroBatch
 from trustbatch.models.policy import Policy
-from trustbatch.training.entropy_use import EntropyUse
-from trustbatch.training.linear_logprobs import linear_logits, linear_logprobs
+from trustbatch.training.linear_logprobs import EntropyUse, linear_logits, linear_logprobs
 
 
 @dataclass(frozen=True)

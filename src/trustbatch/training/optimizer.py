@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from trustbatch.errors import ConfigError
-from trustbatch.training.compiler import refuse_missing_compiler
+from trustbatch.training.layers import refuse_missing_compiler
 
 
 def build_optimizer(

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
-from trustbatch.batching.samples import mini_batches
+from trustbatch.batching.sequences import mini_batches
 from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import Objective, ObjectiveOutput, TokenBatch, Totals
 from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_steps, merge_metrics
 from trustbatch.training.activation_budget import ActivationBudget
-from trustbatch.training.lag_ratios import lag_ratios, lags_of
-from trustbatch.training.layer_calls import compile_layers, recompute_layers
+from trustbatch.training.ratio_metrics import lag_ratios, lags_of
+from trustbatch.training.layers import compile_layers, recompute_layers
 from trustbatch.training.logprobs import EntropyUse, TokenLogprobs, token_logprobs
 from trustbatch.training.optimizer import (
     build_optimizer,
     learning_rate_factor,
     set_learning_rate,
 )
-from trustbatch.training.policy_ratios import policy_ratios
+from trustbatch.training.ratio_metrics import policy_ratios
 from trustbatch.training.sharding import refuse_useless_offload
 from trustbatch.types import TrainSequence
 from trustbatch.utils.distributed import (
