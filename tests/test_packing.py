@@ -211,7 +211,7 @@ def test_a_response_is_computed_behind_its_prompt() -> None:
     assert plain.starts is not None
     assert plain.starts.tolist() == [0, 3, 5]
     assert plain.longest == 3
-    # no copy where all units have one length
+    # no copy where all segments have one length
     assert PackedLayout.of([Segment(3), Segment(3)]).padded is None
 
 

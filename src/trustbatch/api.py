@@ -13,12 +13,12 @@ from trustbatch.config.cautions import cautions
 from trustbatch.loops.async_loop import train_async
 from trustbatch.loops.sync import train_sync
 from trustbatch.observe.progress import Progress
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.session import configured_task, open_session
 from trustbatch.tasks import FilteredTask, Task, check_task
 from trustbatch.utils.distributed import joined_ranks, this_rank
+from trustbatch.utils.terminal import LiveLine
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,19 @@ from trustbatch.engines import Engines, open_engines
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_suite
 from trustbatch.models.policy import Policy, default_precision
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.rewards import Scorer
 from trustbatch.rewards.shared import GroupScorer, SharedScorer
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.shared_engine import SharedEngine
 from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
-from trustbatch.training.canary import NUM_PROMPTS, Canary
-from trustbatch.training.canary_reference import CanaryNotes
+from trustbatch.training.canary import NUM_PROMPTS, Canary, CanaryRecorder
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
 from trustbatch.utils.cuda_memory import enable_expandable_segments
 from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
+from trustbatch.utils.terminal import LiveLine
 
 if TYPE_CHECKING:  # Ray is imported only where a run has [cluster]
     from trustbatch.cluster.actor_pool import ActorPool
@@ -55,7 +54,7 @@ class Session:
     """engines in processes of their own, with [cluster]; on the first rank only"""
     reward_pool: ActorPool | None = None
     """reward workers, likewise"""
-    canary_notes: CanaryNotes | None = None
+    canary_notes: CanaryRecorder | None = None
     """what those engines are checked against"""
     is_asked_to_stop: Callable[[], bool] = lambda: False
     """asked after each step: whether the run shall end there, with a checkpoint to go on from"""
@@ -71,7 +70,7 @@ class Session:
             self.engine.load_weights(self.policy.named_weights(), version=version)
             return self.canary.after_update(version=version)
         is_due = self.config.updates_per_canary and version % self.config.updates_per_canary == 0
-        reference = self.canary_notes.note(version) if is_due else None
+        reference = self.canary_notes.record(version) if is_due else None
         if self.engine_pool is not None:
             self.engine_pool.expect(reference)
         self.engine.load_weights(self.policy.named_weights(), version=version)
@@ -139,7 +138,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         )
         notes = None
         if config.cluster is not None:
-            notes = CanaryNotes(
+            notes = CanaryRecorder(
                 policy,
                 canary_prompts,
                 logprob_mode=config.rollout.logprob_mode,

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from trustbatch.training import linear_logprobs as module
 from trustbatch.training import logprob_passes
-from trustbatch.training.linear_logprobs import EntropyUse
-from trustbatch.training.linear_logprobs import linear_logprobs
+from trustbatch.training.linear_logprobs import EntropyUse, linear_logprobs
 from trustbatch.training.logprob_passes import OutputGradients, SliceStatistics
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

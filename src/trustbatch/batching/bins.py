@@ -48,9 +48,7 @@ def bins_of_rank(bins: Sequence[Bin], *, rank: int, num_ranks: int) -> list[Bin]
     own = []
     for start in range(0, len(ordered), num_ranks):
         least_loaded_first = sorted(range(num_ranks), key=lambda number: load[number])
-        for owner, each in zip(
-            least_loaded_first, ordered[start : start + num_ranks], strict=True
-        ):
+        for owner, each in zip(least_loaded_first, ordered[start : start + num_ranks], strict=True):
             load[owner] += _cost(each)
             if owner == rank:
                 own.append(each)

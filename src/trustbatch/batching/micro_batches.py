@@ -224,7 +224,7 @@ def _cat(
 
 
 def _anchors(completions: Sequence[Completion], what: str, *width: int) -> Tensor:
-    """Concatenate the anchor's [n, *width]; without one, the sampling distribution is the anchor."""
+    """Concatenate the anchor's [n, *width]; without one, the behavior policy is the anchor."""
     parts = [torch.zeros(0, *width)]
     for each in completions:
         anchor = getattr(each, f"anchor_{what}")

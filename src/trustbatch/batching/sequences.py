@@ -20,7 +20,7 @@ ATTENTION_PARITY_LENGTH = 16384
 
 
 def to_sequences(groups: Sequence[RolloutGroup], advantages: Tensor) -> list[TrainSequence]:
-    """Give each completion its advantage [groups, samples]; one with the advantage NaN is left out."""
+    """Give each completion its advantage [groups, samples]; leave out those without one (NaN)."""
     return [
         TrainSequence(
             prompt_token_ids=group.prompt_token_ids, completion=completion, advantage=advantage

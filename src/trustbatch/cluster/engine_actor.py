@@ -16,7 +16,7 @@ from trustbatch.errors import DeadEngineError, EngineError
 from trustbatch.models.policy import Policy, default_precision, quiet_bars
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.session import load_model
-from trustbatch.training.canary_reference import CanaryReference
+from trustbatch.training.canary import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
 from trustbatch.utils.cuda_memory import enable_expandable_segments
 from trustbatch.utils.distributed import rank_device

@@ -24,11 +24,11 @@ from trustbatch.evaluation.sample import sample_records
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import EvaluatedTask
 from trustbatch.models.policy import Policy
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.vllm.engine import require_vllm
 from trustbatch.session import load_model
+from trustbatch.utils.terminal import LiveLine
 
 MAX_SEQUENCES = {"cuda": 512, "cpu": 64}
 """sequences decoded at a time, unless told: the more, the more is lost in a kill"""

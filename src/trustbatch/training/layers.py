@@ -65,8 +65,8 @@ def _decoder_layers(model: nn.Module, key: str) -> list[nn.Module]:
     layers = list(decoder_layers(model))
     if not layers:
         raise ConfigError(
-            f"training.{key} needs to know the layers of a model, and {type(model).__name__} does not "
-            "declare them (_no_split_modules): set it to false."
+            f"training.{key} needs the decoder layers of a model, and {type(model).__name__} does "
+            "not declare them (_no_split_modules): set it to false."
         )
     return layers
 
@@ -84,6 +84,6 @@ def refuse_missing_compiler(setting: str, instead: str, device: torch.device) ->
         get_cpp_compiler()
     except RuntimeError as error:
         raise ConfigError(
-            f"{setting} needs a C++ compiler on a CPU, and none is installed: install g++, or set it "
-            f"to {instead}."
+            f"{setting} needs a C++ compiler on a CPU, and none is installed: install g++, or set "
+            f"it to {instead}."
         ) from error

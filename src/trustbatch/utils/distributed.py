@@ -93,7 +93,7 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def full_tensor(values: Tensor) -> Tensor:
-    """Return the whole tensor where each rank holds a shard; a plain tensor is returned as it is."""
+    """Return the whole of a tensor that may be sharded over the ranks."""
     return values.full_tensor() if isinstance(values, DTensor) else values
 
 

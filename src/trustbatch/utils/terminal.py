@@ -1,4 +1,4 @@
-"""Output for a terminal: a line that is rewritten in place, and untrusted text made safe to print."""
+"""Terminal output: a line that is rewritten in place, and untrusted text made safe to print."""
 
 import shutil
 import sys

@@ -100,8 +100,9 @@ def _logits_packed(model: Any) -> Tensor | None:
     AttentionInterface.register(_PROBE, watched)
     AttentionMaskInterface.register(_PROBE, sdpa_mask)
     device = next(model.parameters()).device
-    units = [Segment(len(_PROMPT), tuple(map(len, _RESPONSES))), *(Segment(len(o)) for o in _OTHERS)]
-    layout: PackedLayout = PackedLayout.of(units).to(device)
+    shared = Segment(len(_PROMPT), tuple(map(len, _RESPONSES)))
+    segments = [shared, *(Segment(len(other)) for other in _OTHERS)]
+    layout: PackedLayout = PackedLayout.of(segments).to(device)
     ids = [*_PROMPT, *(i for part in (*_RESPONSES, *_OTHERS) for i in part)]
     try:
         model.set_attn_implementation(_PROBE)
