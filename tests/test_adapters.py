@@ -153,7 +153,7 @@ def test_some_layers_only(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_projection", "self_attn"])
 def test_targets_that_can_not_have_adapters(tiny_folder: Path, target: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{target}.*choose among down_proj, gate_proj"):
+    with pytest.raises(ConfigError, match=rf"{target}.*choose from down_proj, gate_proj"):
         with_adapters(tiny_folder, targets=[target])
 
 

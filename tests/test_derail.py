@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trustbatch.cli import main
-from trustbatch.models.derail_base import build_tokenizer, warm_start
-from trustbatch.models.derail_corpus import LONGEST, Author
+from trustbatch.models.derail import LONGEST, Author, build_tokenizer, warm_start
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.native.architecture import read_architecture
@@ -167,7 +166,7 @@ def test_a_study_makes_the_model_that_its_name_says(
 ) -> None:
     made: list[tuple[str, int]] = []
     for module, kind in (
-        ("trustbatch.models.derail_base", "derail"),
+        ("trustbatch.models.derail", "derail"),
         ("trustbatch.models.tiny", "tiny"),
     ):
         monkeypatch.setattr(

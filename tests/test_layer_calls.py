@@ -170,7 +170,9 @@ def test_a_model_that_does_not_name_its_layers_is_refused(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy.model, "_no_split_modules", None)
-    with pytest.raises(ConfigError, match=r"training.gradient_checkpointing needs the decoder layers"):
+    with pytest.raises(
+        ConfigError, match=r"training.gradient_checkpointing needs the decoder layers"
+    ):
         recompute_layers(policy.model)
 
 

@@ -5,13 +5,14 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.training_cases import flat, watch_gradients
 
 from trustbatch.batching import sequences as sequences_module
-from trustbatch.batching.micro_batches import micro_batches
+from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
 from trustbatch.models.policy import Policy
@@ -242,9 +243,9 @@ def test_no_forward_pass_is_spent_where_it_is_not_needed(
     seen: list[int] = []
     original = trainer_module.token_logprobs
 
-    def counting(*args: object, **kwargs: object) -> object:
-        seen.append(id(args[1]))
-        return original(*args, **kwargs)  # type: ignore[arg-type]
+    def counting(policy: Policy, batch: MicroBatch, **options: Any) -> TokenLogprobs:
+        seen.append(id(batch.target))
+        return original(policy, batch, **options)
 
     monkeypatch.setattr(trainer_module, "token_logprobs", counting)
     trainer = make_trainer(policy, objective, options, micro_batch_tokens=micro_batch_tokens)

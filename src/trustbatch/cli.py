@@ -204,8 +204,8 @@ def _gib(text: str) -> float:
 
 def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.config import load_config
+    from trustbatch.config.resume import refuse_changed_config
     from trustbatch.evaluation.in_training import configured_suite
-    from trustbatch.observe.run_folder import RunFolder
     from trustbatch.plan import describe_plan
     from trustbatch.plan.hardware import find_hardware, has_gpu
     from trustbatch.plan.memory import GIB
@@ -230,7 +230,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         task = fit_task(task, encode, say=LiveLine().show)
     if config.rollout.engine == "vllm" and not is_elsewhere:
         require_vllm()
-    RunFolder(config)  # refuses the folder of another run
+    refuse_changed_config(config)
     if config.reward.terms:
         scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
         with contextlib.closing(scorer):

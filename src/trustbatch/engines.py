@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
-from trustbatch.models.policy import Policy, default_precision
-from trustbatch.models.vocabulary import same_tokenizer
+from trustbatch.models.loading import default_precision
+from trustbatch.models.policy import Policy, same_tokenizer
 from trustbatch.rollout.chunked_engine import ChunkedEngine
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, told_sampling

@@ -10,6 +10,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type, to be quoted in a sentence."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
 class TrustbatchError(Exception):
     """Root of every error that the command line prints without a traceback."""
 

@@ -11,10 +11,12 @@ from trustbatch.checkpoints.load import newest_checkpoint, restore, unreadable
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.checkpoints.save import Checkpointer
 from trustbatch.config import Config
+from trustbatch.config.resume import refuse_changed_config
 from trustbatch.engines import Engines, open_engines
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_suite
-from trustbatch.models.policy import Policy, default_precision
+from trustbatch.models.loading import default_precision
+from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.rewards import Scorer
 from trustbatch.rewards.shared import GroupScorer, SharedScorer
@@ -89,7 +91,13 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     suite = configured_suite(config.evaluation)
     task = without_overlap(task, [each.task for each in suite])
     own_scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
-    run = RunFolder(config) if this_rank() == 0 else ReadOnlyRunFolder(config)
+    refuse_changed_config(config)
+    folder_of_rank = RunFolder if this_rank() == 0 else ReadOnlyRunFolder
+    run = folder_of_rank(
+        config.run.path,
+        config_toml=config.to_toml(),
+        rollouts_logged=config.run.rollouts_logged,
+    )
     checkpoint = newest_checkpoint(run.checkpoints)
     policy = _load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
     replica = None

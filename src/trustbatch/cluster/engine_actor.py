@@ -13,7 +13,8 @@ from trustbatch.cluster.publications import Publication
 from trustbatch.config import Config
 from trustbatch.engines import Engines, open_engines
 from trustbatch.errors import DeadEngineError, EngineError
-from trustbatch.models.policy import Policy, default_precision, quiet_bars
+from trustbatch.models.loading import default_precision, quiet_bars
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.session import load_model
 from trustbatch.training.canary import CanaryReference

@@ -5,7 +5,7 @@ import time
 from trustbatch.loops.generate import sample_ahead
 from trustbatch.loops.step import is_checkpoint_due, train_on, write_down
 from trustbatch.observe.progress import Progress
-from trustbatch.observe.step_status import StepStatus
+from trustbatch.observe.status import StepStatus
 from trustbatch.session import Session
 
 
@@ -18,16 +18,22 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     that run side by side (`async_loop.py`).
     """
     config, loop, metrics = session.config, session.loop, {}
-    status = StepStatus(session.run.status, config, step=loop.step)
+    status = StepStatus(
+        session.run.status,
+        step=loop.step,
+        steps=config.training.steps,
+        buffer_room=config.rollout.lag,
+        engine=config.rollout.engine,
+    )
     session.canary.at_start(version=loop.step)
     session.evaluation.before_first_step(loop.step)
     while loop.step < config.training.steps:
         started = time.perf_counter()
-        status.samples()
+        status.generating()
         num_ahead = min(config.rollout.lag, config.training.steps - loop.step - 1)
         sample_ahead(session, num_batches=num_ahead + 1)
         groups, metrics = loop.take_batch()
-        status.trains(buffered_batches=len(loop.pending))
+        status.training(buffered_batches=len(loop.pending))
         trained, advantages = train_on(session, groups, started=started)
         metrics = metrics | trained  # a checkpoint that is being written may hold what it was
         metrics["time/generation_busy_share"] = (
