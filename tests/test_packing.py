@@ -192,7 +192,7 @@ def test_rows_of_very_unequal_length_get_tables_of_their_own(
     policy = make_policy("mistral")
     found = []
     for worth in (2**18, 1):
-        monkeypatch.setattr(layout_module, "WORTH_A_TABLE", worth)
+        monkeypatch.setattr(layout_module, "MIN_SAVED_SCORES", worth)
         (batch,) = pack(policy, sequences, share=True)
         assert batch.packed is not None
         found.append((batch, len(batch.packed.tables)))
