@@ -127,7 +127,7 @@ def test_the_base_model_generates_words_in_the_native_engine(
     base_model: tuple[Path, list[str]],
 ) -> None:
     folder, lines = base_model
-    assert lines[-1].startswith(f"reading: step {STEPS}/{STEPS}, loss ")
+    assert lines[-1].startswith(f"pre-training: step {STEPS}/{STEPS}, loss ")
     policy = Policy.load(str(folder), device="cpu")
     assert read_architecture(policy.model) is not None, "decoded by the model's own slow pass"
     task = build_task("derail", seed=0)

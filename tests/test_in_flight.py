@@ -33,7 +33,7 @@ from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.records import readable_record
 from trustbatch.rollout.sampling import sample_key, sampling_logprobs, uniforms
 from trustbatch.training.canary import CanaryRecorder
-from trustbatch.training.ratio_metrics import (
+from trustbatch.training.lag_metrics import (
     COMPLETIONS_BY_LAG,
     ONE_MINUS_ESS_BY_LAG,
     values_by_lag,

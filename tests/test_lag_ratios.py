@@ -11,7 +11,7 @@ import trustbatch
 from trustbatch.batching.sequences import mini_batches
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.training.ratio_metrics import ONE_MINUS_ESS_BY_LAG, values_by_lag
+from trustbatch.training.lag_metrics import ONE_MINUS_ESS_BY_LAG, values_by_lag
 from trustbatch.types import Provenance, TrainSequence
 
 VERSION = 5

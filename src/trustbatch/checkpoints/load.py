@@ -177,8 +177,8 @@ def _refuse_other_model(
             difference = f"{name.removeprefix(WEIGHTS)} is {there} there, and {wanted} here"
     if difference is not None:
         raise CheckpointError(
-            f"{checkpoint} belongs to another model ({difference}): choose another run.name, or the "
-            "model.name that it was trained with."
+            f"{checkpoint} belongs to another model ({difference}): choose another run.name, or "
+            "the model.name that it was trained with."
         )
 
 
@@ -186,7 +186,7 @@ def _refuse_other_base(checkpoint: Path, expected: float, policy: Policy) -> Non
     # sums over another number of ranks differ by rounding
     if not math.isclose(frozen_sum(policy), expected, rel_tol=1e-9, abs_tol=1e-9):
         raise CheckpointError(
-            f"{checkpoint} has adapters for other weights than the current ones of {policy.name!r}: "
+            f"{checkpoint} has adapters for other weights than those of {policy.name!r} now: "
             "restore the model that the run started with, or choose another run.name."
         )
 

@@ -243,7 +243,7 @@ class Checkpointer:
         self._delete_old(snapshot.step)
 
     def _delete_old(self, step: int) -> None:
-        """Keep the newest `keep`; checkpoints beyond this step are damaged ones of an earlier start."""
+        """Keep the newest `keep`; those beyond this step are damaged ones of an earlier start."""
         checkpoints = list_checkpoints(self.folder)
         kept = [path for path in checkpoints if step_of(path) <= step][-self.keep :]
         for path in checkpoints:

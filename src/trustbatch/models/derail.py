@@ -79,8 +79,8 @@ def warm_start(
     """Pre-train a model on the corpus of a seed, write it to ``folder``, and return the folder.
 
     The result depends on ``seed`` alone (on one machine with one number of threads). ``progress``
-    gets a short line about once a second; an error that it raises stops the training. ``folder`` must not
-    exist, and appears only once it is complete.
+    gets a short line about once per second; an error that it raises stops the training. ``folder``
+    must not exist, and appears only once it is complete.
     """
     refuse_existing(folder)
     tokenizer = build_tokenizer()

@@ -83,7 +83,7 @@ class _Architecture:
     config: Callable[..., PretrainedConfig]
     model: Any
     rotates_pairs: bool = False
-    """rotary embeddings pair neighboring rows of a head in the file, its two halves in transformers"""
+    """rotary embeddings pair neighboring rows of a head; in transformers, its two halves"""
 
 
 ARCHITECTURES = {
@@ -151,7 +151,8 @@ class _GgufFile:
         # errors of numpy for a truncated file or one of another format
         except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
             raise ConfigError(
-                f"{path} is damaged or not a GGUF file ({first_line(error)}): download or copy it again."
+                f"{path} is damaged or not a GGUF file ({first_line(error)}): download or copy it "
+                "again."
             ) from error
         self.tensors: list[Any] = reader.tensors
         if self.kind not in ARCHITECTURES:

@@ -190,7 +190,7 @@ class Policy:
         return copied
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters that the optimizer updates, by name; a rank may hold a shard of each."""
+        """Yield the parameters that the optimizer updates, by name; they may be sharded."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter

@@ -111,12 +111,13 @@ def warm_start(
     clean_steps: int = 310,
     noisy_steps: int = 60,
 ) -> Path:
-    """Make a base-model-like checkpoint of the tiny model in ``folder`` and return the folder.
+    """Train a base-model-like checkpoint of the tiny model in ``folder`` and return the folder.
 
-    The first ``clean_steps`` teach right sums, the ``noisy_steps`` after them mostly wrong ones.
+    The first ``clean_steps`` train on correct sums, the following ``noisy_steps`` on mostly wrong
+    ones.
     The result depends on ``seed`` alone (on one machine with one number of threads). ``progress``
-    gets a short line about once a second; what it raises stops the training. ``folder`` must not
-    exist, and appears only once it is complete.
+    gets a short line about once per second; an error that it raises stops the training. ``folder``
+    must not exist, and appears only once it is complete.
     """
     refuse_existing(folder)
     tokenizer = build_tokenizer()

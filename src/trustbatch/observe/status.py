@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from trustbatch.training.ratio_metrics import (
+from trustbatch.training.lag_metrics import (
     COMPLETIONS_BY_LAG,
     ONE_MINUS_ESS_BY_LAG,
     values_by_lag,

@@ -77,7 +77,7 @@ class Canary:
         anchored: SamplingParams | None = None,
         every: int = 1,
     ) -> None:
-        """Check every `every` updates (0: never); `anchored` is the run's sampling with an anchor."""
+        """Check every `every` updates (0: never); `anchored` is for runs that record an anchor."""
         self.engine = engine
         self.policy = policy
         self.every = every

@@ -12,10 +12,10 @@ Slices of the vocabulary, not of the tokens, because
   of a thousand tokens at h = 1024 has fewer tiles than an H200 has multiprocessors.
 
 A product and one pass over its result, not one kernel for both: the passes read 4 bytes per
-logit forward, and read 4 and write 2 backward, while the four products take 8 h operations. At 4.8 TB/s
-and some 680 TFLOP/s, as on an H200, that adds 17% at h = 1024 and 7% at h = 2560. A kernel of our
-own that keeps the logits on the chip would have to come that close to cuBLAS to win anything, also
-in the backward pass, where two further products along different axes need each tile of logits.
+logit forward, and read 4 and write 2 backward, while the four products take 8 h operations. At 4.8
+TB/s and about 680 TFLOP/s, as on an H200, that adds 17% at h = 1024 and 7% at h = 2560. A kernel
+that keeps the logits on the chip would have to come that close to cuBLAS to be faster, also in the
+backward pass, where two further products along different axes need each tile of logits.
 """
 
 from collections.abc import Iterator

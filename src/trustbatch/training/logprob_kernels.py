@@ -145,8 +145,8 @@ def _picked_gradients(
     inverse_temperature,
     IDS: tl.constexpr,
 ):
-    # The whole value is recomputed instead of added to the stored one, which was rounded: where p is
-    # almost 1, the rounding of -p exceeds 1 - p. A repeated id is stored twice, with one value.
+    # The whole value is recomputed instead of added to the stored one, which was rounded: where p
+    # is almost 1, the rounding of -p exceeds 1 - p. A repeated id is stored twice, with one value.
     row = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, IDS)
     places = row * num_ids + slots

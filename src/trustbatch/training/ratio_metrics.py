@@ -4,7 +4,7 @@ The lag of a token is the number of versions between the policy that is trained 
 sampled the token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,21 +13,8 @@ from trustbatch.batching.micro_batches import MicroBatch
 from trustbatch.objectives import TokenBatch
 from trustbatch.objectives.estimators import RatioMoments
 from trustbatch.objectives.metrics import Mean, Metrics, OneMinusEss
+from trustbatch.training.lag_metrics import ONE_MINUS_ESS_BY_LAG
 from trustbatch.types import TrainSequence
-
-COMPLETIONS_BY_LAG = "rollout/completions/lag_"
-ONE_MINUS_ESS_BY_LAG = "one_minus_ess/lag_"
-"""prefixes of metrics that a step has once per lag: the name ends in the lag"""
-
-
-def values_by_lag(metrics: Mapping[str, float], prefix: str) -> dict[int, float]:
-    """Return the value for each lag of the metric with this prefix, the smallest lag first."""
-    found = {
-        int(name.removeprefix(prefix)): value
-        for name, value in metrics.items()
-        if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
-    }
-    return dict(sorted(found.items()))
 
 
 def policy_ratios(tokens: TokenBatch, policies: Sequence[str]) -> Metrics:

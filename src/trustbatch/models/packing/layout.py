@@ -109,7 +109,7 @@ class PackedLayout(_OnDevice):
     """lengths of the sequences, where each gets an attention call of its own"""
     tables: tuple[Table, ...]
     padded: Tensor | None
-    """[M] the token in each slot of all tables; None where the only table is a view of the tokens"""
+    """[M] the token in each slot of all tables; None where a view of the tokens is the table"""
     slot: Tensor | None
     """[N] the slot of each token"""
 
