@@ -286,7 +286,7 @@ def same_tokenizer(second: Policy, trained: Policy, *, top_logprobs: int) -> Non
         )
     if num_own > num_trained:
         second.model.resize_token_embeddings(num_trained)
-    second.tokenizer = trained.tokenizer  # texts are decoded alike
+    second.tokenizer = trained.tokenizer  # so that both decode alike
 
 
 def _num_embeddings(policy: Policy) -> int:

@@ -20,7 +20,7 @@ def bounded(log_ratio: Tensor) -> Tensor:
     pulled back.
     """
     inside = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # the bracket is exactly 0, whatever the size of its terms, and has the gradient of log_ratio
+    # the bracket is exactly 0 for terms of any size, and has the gradient of log_ratio
     return inside.detach() + (log_ratio - log_ratio.detach())
 
 

@@ -86,7 +86,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def settings_block(config_text: str, environment: dict[str, Any]) -> str:
-    """Return a run's configuration beside its environment."""
+    """Return a run's configuration next to its environment."""
     config = f"<pre>{text(config_text)}</pre>" if config_text else "<p>Not recorded.</p>"
     rows = "".join(
         f'<tr><th scope="row">{text(key)}</th><td>{text(value)}</td></tr>'
