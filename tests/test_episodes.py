@@ -298,7 +298,7 @@ def test_a_base_models_reply_is_its_text(policy: Policy) -> None:
 
 
 def test_a_reply_without_tokens_is_named(policy: Policy) -> None:
-    with pytest.raises(ConfigError, match="can't write prompt 'p': it has no token for some"):
+    with pytest.raises(ConfigError, match="can't encode prompt 'p': it has no token for some"):
         ReplyEncoder.of(policy, {}).encode("é", prompt_id="p")
 
 

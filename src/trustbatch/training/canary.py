@@ -84,7 +84,7 @@ class Canary:
         sampling = SamplingParams(
             max_tokens=min(max_tokens, MAX_TOKENS),
             stop_token_ids=policy.stop_token_ids,
-            logprob_mode=logprob_mode,  # at T = 1 without a cut both record the same
+            logprob_mode=logprob_mode,  # at T = 1 without truncation, both modes are the same
         )
         self.requests = [
             GenerationRequest(
