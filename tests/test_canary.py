@@ -36,7 +36,7 @@ class Deaf(NativeEngine):
     """Ignores the weights of an update, but counts it."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over the number only."""
+        """Apply the version number only."""
         self._version = version
 
 

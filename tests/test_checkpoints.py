@@ -351,7 +351,7 @@ def test_a_failed_write_does_not_hide_the_error_that_ends_a_run(
     checkpointer.save(LoopState(step=1))
     with pytest.raises(CheckpointError, match="there is no other"):
         checkpointer.finish()
-    checkpointer.finish()  # told once
+    checkpointer.finish()  # raised once only
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sequences end to end give what each gives alone, in every family of models that packs."""
+"""Packed sequences give the same results as separate ones, in every model family that packs."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""status.json and `trustbatch status`: what a run says of itself, and how a dead one is told."""
+"""status.json and `trustbatch status`: the status of a run, and how a dead run is detected."""
 
 import io
 import json
@@ -100,7 +100,7 @@ def shown(record: StatusRecord) -> str:
 def wait_for(condition: Any, what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited for {what} in vain"
+        assert time.monotonic() < deadline, f"timed out waiting for {what}"
         time.sleep(0.02)
 
 
@@ -331,7 +331,7 @@ def test_the_verdict(
     out = " ".join(capsys.readouterr().out.split())
     assert f" {state} " in out
     assert words in out
-    # whoever watches a run that has ended is not kept waiting
+    # watching a run that has ended returns at once
     if state != "running":
         assert main(["status", str(run), "--watch"]) == code
         assert f" {state} " in " ".join(capsys.readouterr().out.split())
