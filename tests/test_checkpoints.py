@@ -314,7 +314,7 @@ def test_a_checkpoint_of_another_model_gives_a_sentence(
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     checkpoint = save(tmp_path / "checkpoints", trainer, 1)
-    with pytest.raises(CheckpointError, match=r"of another model \('tiny', not 'other'\)"):
+    with pytest.raises(CheckpointError, match=r"belongs to another model \('tiny', not 'other'\)"):
         restore(checkpoint, ranks.make_trainer(tiny_folder, name="other"))
     config = Qwen3Config.from_pretrained(tiny_folder)
     config.intermediate_size = 64
