@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trustbatch.training import linear_logprobs as ours
-from trustbatch.training.entropy_use import EntropyUse
+from trustbatch.training.linear_logprobs import EntropyUse
 
 RESULTS = Path(__file__).parent / "results" / "logprobs_gpu.jsonl"
 ENTROPY_COEFFICIENT = 0.01

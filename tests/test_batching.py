@@ -7,10 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train_sequences import make_completion, make_sequence
-from trustbatch.batching.division import packed_bins
+from trustbatch.batching.bins import packed_bins
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
-from trustbatch.batching.samples import mini_batches, to_sequences
-from trustbatch.batching.units import ATTENTION_CATCHES_UP, SharedPromptGroup
+from trustbatch.batching.sequences import (
+    ATTENTION_PARITY_LENGTH,
+    SharedPromptGroup,
+    mini_batches,
+    to_sequences,
+)
 from trustbatch.types import Prompt, RolloutGroup, TrainSequence
 
 PAD = 999
@@ -66,6 +70,7 @@ def test_shared_layout_by_hand() -> None:
     assert batch.sequence.tolist() == [0, 0, 1, 2, 2, 2, 3]
     assert batch.index.tolist() == [2, 3, 2, 2, 4, 5, 6]
     assert batch.advantage.tolist() == [1.0, 1.0, 3.0, 4.0, 4.0, 4.0, 2.0]
+    assert batch.order.tolist() == [0, 2, 3, 1]
 
 
 def with_replies(sequence: TrainSequence, sampled: list[bool]) -> TrainSequence:
@@ -126,7 +131,7 @@ def test_groups_that_share_their_prompt_keep_to_the_budget() -> None:
         assert sorted(len(batch.policies) for batch in batches) == sorted(sizes)
 
 
-def flatten(batches: list[MicroBatch]) -> list[tuple[float, list[int], list[int], list[float]]]:
+def flatten(batches: list[MicroBatch]) -> list[tuple[int, list[int], list[int], list[float]]]:
     """Every sequence as its number, the tokens it is predicted from, those predicted, and logp."""
     found = []
     for batch in batches:
@@ -135,7 +140,7 @@ def flatten(batches: list[MicroBatch]) -> list[tuple[float, list[int], list[int]
             own = batch.sequence == number
             found.append(
                 (
-                    float(batch.advantage[own][0]),
+                    int(batch.order[number]),
                     inputs[batch.index[own]].tolist(),
                     batch.target[own].tolist(),
                     batch.behavior_logp[own].tolist(),
@@ -188,14 +193,14 @@ def test_any_division_loses_nothing_and_keeps_to_the_budget(
     # each response token is predicted by the one before it
     expected = [
         (
-            s.advantage,
+            index,
             s.completion.of_policy(
                 torch.tensor([s.prompt_token_ids[-1], *s.completion.token_ids[:-1].tolist()])
             ).tolist(),
             s.completion.of_policy(s.completion.token_ids).tolist(),
             s.completion.of_policy(s.completion.behavior_logp).tolist(),
         )
-        for s in sequences
+        for index, s in enumerate(sequences)
     ]
     assert flatten(everything) == expected
     for batch in everything:
@@ -225,7 +230,7 @@ def costs_of_rounds(lengths: list[int], max_tokens: int) -> tuple[list[list[floa
     for rank in range(4):
         own = batches_of(sequences, max_tokens=max_tokens, rank=rank, num_ranks=4)
         runs = [batch.sequence.bincount().double() for batch in own]
-        costs.append([float((n + n**2 / ATTENTION_CATCHES_UP).sum()) for n in runs])
+        costs.append([float((n + n**2 / ATTENTION_PARITY_LENGTH).sum()) for n in runs])
         counts.append(sum(len(batch.policies) for batch in own))
     return costs, counts
 
@@ -306,7 +311,10 @@ def test_mini_batches_differ_between_seeds_and_are_never_empty() -> None:
 def test_few_bins_come_before_even_ones() -> None:
     """Spread by cost, 5 and 4 would meet in one bin of 10, 5 and 3 in the other, and 3 be left."""
     lengths = [5, 5, 4, 3, 3]
-    units = [SharedPromptGroup((make_sequence([7] * length, [8], 0.0),)) for length in lengths]
-    assert [unit.num_tokens for unit in units] == lengths
-    bins = packed_bins(units, max_tokens=10, num_ranks=1)
-    assert [[unit.num_tokens for unit in each] for each in bins] == [[5, 5], [4, 3, 3]]
+    groups = [
+        SharedPromptGroup((make_sequence([7] * length, [8], 0.0),), (index,))
+        for index, length in enumerate(lengths)
+    ]
+    assert [group.num_tokens for group in groups] == lengths
+    bins = packed_bins(groups, max_tokens=10, num_ranks=1)
+    assert [[group.num_tokens for group in each] for each in bins] == [[5, 5], [4, 3, 3]]

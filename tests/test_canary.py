@@ -21,8 +21,14 @@ from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import build_task
-from trustbatch.training.canary import NUM_PROMPTS, TOLERANCES, WIDEST, Canary, _tolerance
-from trustbatch.training.canary_reference import CanaryNotes
+from trustbatch.training.canary import (
+    NUM_PROMPTS,
+    TOLERANCES,
+    WIDEST,
+    Canary,
+    CanaryRecorder,
+    _tolerance,
+)
 from trustbatch.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 
@@ -30,7 +36,7 @@ class Deaf(NativeEngine):
     """Ignores the weights of an update, but counts it."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over the number only."""
+        """Apply the version number only."""
         self._version = version
 
 
@@ -172,18 +178,18 @@ def anchored_sampling(policy: Policy, **options: float) -> SamplingParams:
 def test_the_anchor_of_a_run_is_compared_too(policy: Policy, options: dict[str, float]) -> None:
     prompts = [Prompt(id=text, text=text, answer="") for text in ("1+1=", "12+34=", "7=")]
     sampling = anchored_sampling(policy, **options)
-    notes = CanaryNotes(policy, prompts, logprob_mode="processed", anchored=sampling)
+    recorder = CanaryRecorder(policy, prompts, logprob_mode="processed", anchored=sampling)
     honest, anchorless = NativeEngine(policy, seed=0), Anchorless(policy, seed=0)
     for metrics in (
         Canary(honest, policy, prompts, anchored=sampling).check(0),
-        notes.note(version=0).check(honest),
+        recorder.record(version=0).check(honest),
     ):
         assert 0.0 < metrics["canary/max_abs_logratio"] < 1e-4
         assert 0.0 < metrics["canary/anchor_max_abs_logratio"] < 1e-4
     with pytest.raises(CanaryError, match="has another anchor than the trainer's policy"):
         Canary(anchorless, policy, prompts, anchored=sampling).check(0)
     with pytest.raises(CanaryError, match="has another anchor than the trainer's policy"):
-        notes.note(version=0).check(anchorless)
+        recorder.record(version=0).check(anchorless)
 
 
 def test_a_run_asks_for_its_anchor_where_it_records_one(tiny_folder: Path, tmp_path: Path) -> None:

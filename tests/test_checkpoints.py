@@ -314,7 +314,7 @@ def test_a_checkpoint_of_another_model_gives_a_sentence(
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     checkpoint = save(tmp_path / "checkpoints", trainer, 1)
-    with pytest.raises(CheckpointError, match=r"of another model \('tiny', not 'other'\)"):
+    with pytest.raises(CheckpointError, match=r"belongs to another model \('tiny', not 'other'\)"):
         restore(checkpoint, ranks.make_trainer(tiny_folder, name="other"))
     config = Qwen3Config.from_pretrained(tiny_folder)
     config.intermediate_size = 64
@@ -351,7 +351,7 @@ def test_a_failed_write_does_not_hide_the_error_that_ends_a_run(
     checkpointer.save(LoopState(step=1))
     with pytest.raises(CheckpointError, match="there is no other"):
         checkpointer.finish()
-    checkpointer.finish()  # told once
+    checkpointer.finish()  # raised once only
 
 
 @pytest.mark.parametrize(

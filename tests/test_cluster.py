@@ -27,7 +27,7 @@ from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import build_task
-from trustbatch.training.canary_reference import CanaryNotes
+from trustbatch.training.canary import CanaryRecorder
 from trustbatch.types import Prompt
 
 if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
@@ -258,30 +258,30 @@ def test_a_pool_of_engines_stops_at_a_false_canary_and_at_deaths_without_end(
     }
     engine_pool = EnginePool(parse_config(tree), open_actor_engines)
     prompts = [Prompt(id=text, text=text, answer="") for text in ("1+1=", "12+34=", "7=")]
-    notes = CanaryNotes(policy, prompts, logprob_mode="processed")
-    engine_pool.expect(notes.note(version=0))
+    recorder = CanaryRecorder(policy, prompts, logprob_mode="processed")
+    engine_pool.expect(recorder.record(version=0))
     engine_pool.load_weights(policy.named_weights(), version=0)
-    sampled = engine_pool.generate(notes.requests)
-    expected = NativeEngine(policy, seed=0).generate(notes.requests)
+    sampled = engine_pool.generate(recorder.requests)
+    expected = NativeEngine(policy, seed=0).generate(recorder.requests)
     assert [int(c.token_ids) for c in sampled] == [int(c.token_ids) for c in expected]
     assert 0 < engine_pool.take_canary()["canary/max_abs_logratio"] < 1e-4
 
-    engine_pool.expect(notes.note(version=1))
+    engine_pool.expect(recorder.record(version=1))
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.1)
     engine_pool.load_weights(policy.named_weights(), version=1)
     with pytest.raises(CanaryError, match=r"version 1\) does not sample from the trainer's policy"):
-        engine_pool.generate(notes.requests)
-    assert {c.provenance.version for c in engine_pool.at(0).generate(notes.requests)} == {0}
+        engine_pool.generate(recorder.requests)
+    assert {c.provenance.version for c in engine_pool.at(0).generate(recorder.requests)} == {0}
     engine_pool.forget_before(7)  # the newest one stays
     with pytest.raises(EngineError, match="Version 0 is not published"):
-        engine_pool.at(0).generate(notes.requests)
+        engine_pool.at(0).generate(recorder.requests)
 
     for pid in actors("EngineActor"):
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"1 processes in a row .* of engine 0 \(The actor died"):
-        engine_pool.generate(notes.requests)
+        engine_pool.generate(recorder.requests)
     engine_pool.close()
 
 

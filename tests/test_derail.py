@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trustbatch.cli import main
-from trustbatch.models.derail_base import build_tokenizer, warm_start
-from trustbatch.models.derail_corpus import LONGEST, Author
+from trustbatch.models.derail import LONGEST, Author, build_tokenizer, warm_start
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.native.architecture import read_architecture
@@ -128,7 +127,7 @@ def test_the_base_model_generates_words_in_the_native_engine(
     base_model: tuple[Path, list[str]],
 ) -> None:
     folder, lines = base_model
-    assert lines[-1].startswith(f"reading: step {STEPS}/{STEPS}, loss ")
+    assert lines[-1].startswith(f"pre-training: step {STEPS}/{STEPS}, loss ")
     policy = Policy.load(str(folder), device="cpu")
     assert read_architecture(policy.model) is not None, "decoded by the model's own slow pass"
     task = build_task("derail", seed=0)
@@ -167,7 +166,7 @@ def test_a_study_makes_the_model_that_its_name_says(
 ) -> None:
     made: list[tuple[str, int]] = []
     for module, kind in (
-        ("trustbatch.models.derail_base", "derail"),
+        ("trustbatch.models.derail", "derail"),
         ("trustbatch.models.tiny", "tiny"),
     ):
         monkeypatch.setattr(

@@ -12,7 +12,7 @@ from tests.training_cases import policy_logp
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trustbatch
-from trustbatch.batching.samples import to_sequences
+from trustbatch.batching.sequences import to_sequences
 from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError, ReplyError
 from trustbatch.models.policy import Policy
@@ -298,7 +298,7 @@ def test_a_base_models_reply_is_its_text(policy: Policy) -> None:
 
 
 def test_a_reply_without_tokens_is_named(policy: Policy) -> None:
-    with pytest.raises(ConfigError, match="can't write prompt 'p': it has no token for some"):
+    with pytest.raises(ConfigError, match="can't encode prompt 'p': it has no token for some"):
         ReplyEncoder.of(policy, {}).encode("é", prompt_id="p")
 
 

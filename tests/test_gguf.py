@@ -12,7 +12,8 @@ import trustbatch
 from gguf_files import TOKENS, make_model, tensors_of, unpack, write_gguf
 from trustbatch.errors import ConfigError
 from trustbatch.models.gguf import find_gguf
-from trustbatch.models.policy import Policy, count_parameters
+from trustbatch.models.loading import count_parameters
+from trustbatch.models.policy import Policy
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.types import FinishReason, GenerationRequest, Prompt, SamplingParams
 
@@ -120,9 +121,9 @@ def test_a_file_that_ends_too_early_is_damaged(llama_file: Path, tmp_path: Path)
     cut = tmp_path / "cut.gguf"
     for length in [0, 3, 10, 100, 1000, 4000, len(content) // 2, len(content) - 100]:
         cut.write_bytes(content[:length])
-        with pytest.raises(ConfigError, match="is damaged or no GGUF file"):
+        with pytest.raises(ConfigError, match="is damaged or not a GGUF file"):
             Policy.load(str(cut))
-        with pytest.raises(ConfigError, match="is damaged or no GGUF file"):
+        with pytest.raises(ConfigError, match="is damaged or not a GGUF file"):
             count_parameters(str(cut))
 
 
@@ -155,7 +156,7 @@ def test_what_a_file_lacks_is_named(tmp_path: Path) -> None:
         Policy.load(str(path))
     model.config.intermediate_size = 128
     write_gguf(path, "llama", model)
-    with pytest.raises(ConfigError, match="in a shape that its settings contradict"):
+    with pytest.raises(ConfigError, match="in a shape that contradicts its settings"):
         Policy.load(str(path))
 
 

@@ -32,8 +32,12 @@ from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.records import readable_record
 from trustbatch.rollout.sampling import sample_key, sampling_logprobs, uniforms
-from trustbatch.training.canary_reference import CanaryNotes
-from trustbatch.training.lag_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG, values_by_lag
+from trustbatch.training.canary import CanaryRecorder
+from trustbatch.training.lag_metrics import (
+    COMPLETIONS_BY_LAG,
+    ONE_MINUS_ESS_BY_LAG,
+    values_by_lag,
+)
 from trustbatch.types import (
     Completion,
     FinishReason,
@@ -428,12 +432,12 @@ def test_a_version_that_fails_its_canary_in_flight_samples_nothing(
         }
     )
     prompts = [Prompt(id=text, text=text, answer="") for text in PROMPTS]
-    notes = CanaryNotes(policy, prompts, logprob_mode="processed")
+    recorder = CanaryRecorder(policy, prompts, logprob_mode="processed")
     publisher = DiskPublisher(tmp_path)
 
     def publish(version: int) -> PublishedVersion:
         weights = publisher.publish(policy.named_weights(), version)
-        return PublishedVersion(version, weights, notes.note(version))
+        return PublishedVersion(version, weights, recorder.record(version))
 
     first = publish(0)
     with torch.no_grad():

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trustbatch.training import linear_logprobs as module
-from trustbatch.training.entropy_use import EntropyUse
-from trustbatch.training.linear_logprobs import linear_logprobs
+from trustbatch.training.linear_logprobs import EntropyUse, linear_logprobs
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 

@@ -16,9 +16,8 @@ from trustbatch.cli import main
 from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.loops.session import Session
-from trustbatch.models.policy import Policy
+from trustbatch.models.policy import Policy, same_tokenizer
 from trustbatch.models.tiny import build_model, build_tokenizer
-from trustbatch.models.vocabulary import same_tokenizer
 from trustbatch.observe.report import write_report
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, division
 from trustbatch.rollout.native.engine import NativeEngine

@@ -20,8 +20,8 @@ from tests.test_tasks import write_rows
 
 from trustbatch.cli import main
 from trustbatch.errors import ConfigError
-from trustbatch.models.policy import encode_prompt
 from trustbatch.models.tiny import build_tokenizer
+from trustbatch.models.tokenization import encode_prompt
 from trustbatch.tasks import TASKS, ProblemSet, build_task, fit_task, without_overlap
 from trustbatch.tasks.file import FileTask
 from trustbatch.tasks.overlap import statements_of

@@ -1,4 +1,4 @@
-"""Sequences end to end give what each gives alone, in every family of models that packs."""
+"""Packed sequences give the same results as separate ones, in every model family that packs."""
 
 import copy
 import random
@@ -192,7 +192,7 @@ def test_rows_of_very_unequal_length_get_tables_of_their_own(
     policy = make_policy("mistral")
     found = []
     for worth in (2**18, 1):
-        monkeypatch.setattr(layout_module, "WORTH_A_TABLE", worth)
+        monkeypatch.setattr(layout_module, "MIN_SAVED_SCORES", worth)
         (batch,) = pack(policy, sequences, share=True)
         assert batch.packed is not None
         found.append((batch, len(batch.packed.tables)))
@@ -211,7 +211,7 @@ def test_a_response_is_computed_behind_its_prompt() -> None:
     assert plain.starts is not None
     assert plain.starts.tolist() == [0, 3, 5]
     assert plain.longest == 3
-    # no copy where all units have one length
+    # no copy where all segments have one length
     assert PackedLayout.of([Segment(3), Segment(3)]).padded is None
 
 

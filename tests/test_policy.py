@@ -23,7 +23,8 @@ from transformers import (
 
 import trustbatch
 from trustbatch.errors import ConfigError
-from trustbatch.models.policy import Policy, count_parameters
+from trustbatch.models.loading import count_parameters
+from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_tokenizer
 from trustbatch.plan import describe_plan
 from trustbatch.rollout.native.engine import NativeEngine
@@ -90,7 +91,7 @@ def test_encoders_are_refused(tmp_path: Path) -> None:
     model = BertLMHeadModel(BertConfig(**shape, initializer_range=0.5))
     model.save_pretrained(tmp_path / "bert")
     build_tokenizer().save_pretrained(tmp_path / "bert")
-    with pytest.raises(ConfigError, match="looks at tokens that come later"):
+    with pytest.raises(ConfigError, match="attends to later tokens"):
         Policy.load(str(tmp_path / "bert"))
 
 

@@ -62,7 +62,7 @@ def test_lag_and_workers_are_shown_where_there_are_any() -> None:
     assert progress.text(60, side_by_side).endswith(" left  lag 2  buffer 3  trainer 50% busy")
 
 
-def test_a_policy_that_becomes_random_is_remarked_once() -> None:
+def test_a_policy_that_becomes_random_is_warned_of_once() -> None:
     """The entropies of a run at temperature 1.2, which was lost at its fifth step."""
     stream = io.StringIO()
     progress = Progress("run", 1000, stream=stream)
@@ -71,7 +71,7 @@ def test_a_policy_that_becomes_random_is_remarked_once() -> None:
         progress.update(step, METRICS | {"entropy": entropy})
         shown.append(len(stream.getvalue().splitlines()))
     assert shown == [0, 0, 0, 1, 1, 1]
-    assert stream.getvalue().startswith("Entropy has risen from 1.3 to 3.7 nats a token")
+    assert stream.getvalue().startswith("Entropy has risen from 1.3 to 3.7 nats per token")
 
 
 def test_entropy_that_moves_as_it_does_while_a_policy_learns_is_not_remarked() -> None:

@@ -391,7 +391,7 @@ def test_parts_of_rewards_and_tasks_have_charts_and_missing_groups_a_note(tmp_pa
     for key in keys:
         assert f'data-metric="{key}"' in (tmp_path / "new/folder/report.html").read_text()
     remarks = [text for tag, text in page.text if tag == "span"]
-    assert "places filled with groups of equal rewards: first at step 1, up to 2" in remarks
+    assert "batch slots filled with groups of equal rewards: first at step 1, up to 2" in remarks
     page_of(tmp_path, make_run(tmp_path / "b", rows(20)))
     plain = (tmp_path / "new/folder/report.html").read_text()
     assert not any(key in plain for key in keys)
@@ -506,7 +506,7 @@ def test_unusable_input_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere does not exist: check the path"):
         write_report([tmp_path / "nowhere"], tmp_path / "r.html")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty has no metrics\.jsonl: name a folder"):
+    with pytest.raises(ConfigError, match=r"empty has no metrics\.jsonl: give a folder"):
         write_report([tmp_path / "empty"], tmp_path / "r.html")
     with pytest.raises(ConfigError, match="at least one folder"):
         write_report([], tmp_path / "r.html")

@@ -189,7 +189,7 @@ def test_a_checkpoint_of_another_run_is_refused(tiny_folder: Path, tmp_path: Pat
     shutil.copytree(tiny_folder, other)
     shutil.copytree(result.folder / "checkpoints", tmp_path / "other" / "checkpoints")
     with pytest.raises(
-        CheckpointError, match=r"step-4 is of another model \('.*tiny', not '.*other"
+        CheckpointError, match=r"step-4 belongs to another model \('.*tiny', not '.*other"
     ):
         small_run(other, tmp_path, run={"name": "other"})
 

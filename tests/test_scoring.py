@@ -17,7 +17,7 @@ from pool_graders import Odd
 from test_reward_terms import lengths, serving
 from train_sequences import make_completion
 from trustbatch.advantages import group_centered
-from trustbatch.batching.samples import to_sequences
+from trustbatch.batching.sequences import to_sequences
 from trustbatch.config import RewardConfig
 from trustbatch.errors import ConfigError, RewardError
 from trustbatch.loops.generate import is_unequal

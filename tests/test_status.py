@@ -1,4 +1,4 @@
-"""status.json and `trustbatch status`: what a run says of itself, and how a dead one is told."""
+"""status.json and `trustbatch status`: the status of a run, and how a dead run is detected."""
 
 import io
 import json
@@ -100,7 +100,7 @@ def shown(record: StatusRecord) -> str:
 def wait_for(condition: Any, what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited for {what} in vain"
+        assert time.monotonic() < deadline, f"timed out waiting for {what}"
         time.sleep(0.02)
 
 
@@ -306,10 +306,10 @@ def dead_pid() -> int:
         ({"state": "finished"}, "finished", 0, "0 s ago"),
         ({"state": "stopped"}, "stopped", 1, "the same command continues"),
         ({"state": "failed"}, "failed", 1, "engine-1 was killed"),
-        ({"pid": dead_pid}, "dead", 1, "ended without a word; the same command continues"),
+        ({"pid": dead_pid}, "dead", 1, "ended without a message; the same command continues"),
         ({"pid": dead_pid, "state": "finished"}, "finished", 0, ""),
         ({"pid": dead_pid, "host": "elsewhere"}, "running", 0, "on elsewhere"),
-        ({"time": SILENT_AFTER + 5}, "dead", 1, "no sign of life for 35 s from process"),
+        ({"time": SILENT_AFTER + 5}, "dead", 1, "no update for 35 s from process"),
         ({"time": SILENT_AFTER - 5}, "running", 0, ""),
         ({"time": SILENT_AFTER + 5, "host": "elsewhere"}, "dead", 1, "on elsewhere"),
     ],
@@ -331,7 +331,7 @@ def test_the_verdict(
     out = " ".join(capsys.readouterr().out.split())
     assert f" {state} " in out
     assert words in out
-    # whoever watches a run that has ended is not kept waiting
+    # watching a run that has ended returns at once
     if state != "running":
         assert main(["status", str(run), "--watch"]) == code
         assert f" {state} " in " ".join(capsys.readouterr().out.split())
@@ -340,7 +340,7 @@ def test_the_verdict(
 def test_watching_goes_on_until_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trustbatch.observe.status_view.SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr("trustbatch.observe.status_view.REFRESH_SECONDS", 0.01)
     file = StatusFile(tmp_path, seconds=0.01)
     file.update(STATUS)
     timer = threading.Timer(0.2, file.close, ["finished"])
@@ -354,9 +354,9 @@ def test_watching_goes_on_until_the_run_ends(
     ("content", "words"),
     [
         (None, "does not exist: check the path, or start the run first."),
-        ("", "has no status.json: name the folder of a run"),
-        ("{", "is not what a run of this version writes: delete it"),
-        ('{"step": 1}', "is not what a run of this version writes: delete it"),
+        ("", "has no status.json: give the folder of a run"),
+        ("{", "was not written by a run of this version: delete it"),
+        ('{"step": 1}', "was not written by a run of this version: delete it"),
     ],
 )
 def test_a_folder_without_a_status_is_a_sentence(

@@ -20,7 +20,7 @@ from trustbatch.checkpoints.load import newest_checkpoint
 from trustbatch.cli import main
 from trustbatch.config import Config, parse_config
 from trustbatch.errors import ConfigError
-from trustbatch.models.policy import count_parameters
+from trustbatch.models.loading import count_parameters
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.studies.command import add_study_arguments, requested_pace, requested_study
 from trustbatch.studies.definitions import DEFINITIONS

@@ -125,5 +125,5 @@ def test_two_prompts_of_one_id_are_refused(policy: Policy) -> None:
 
 
 def test_a_character_without_a_token_is_named(policy: Policy) -> None:
-    with pytest.raises(ConfigError, match=r"can't write prompt 'p7': it has no token for some"):
+    with pytest.raises(ConfigError, match=r"can't encode prompt 'p7': it has no token for some"):
         policy.encode(Prompt(id="p7", text="é=", answer="1"))

@@ -5,13 +5,14 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.training_cases import flat, watch_gradients
 
-from trustbatch.batching import units as units_module
-from trustbatch.batching.micro_batches import micro_batches
+from trustbatch.batching import sequences as sequences_module
+from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
 from trustbatch.models.policy import Policy
@@ -119,7 +120,7 @@ def test_micro_batches_do_not_change_the_update(
 @pytest.fixture
 def always_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share prompts even where that saves nothing."""
-    monkeypatch.setattr(units_module, "WORTH_SHARING", 10.0)
+    monkeypatch.setattr(sequences_module, "MAX_REMAINING_FRACTION", 10.0)
 
 
 @pytest.mark.usefixtures("always_share")
@@ -196,8 +197,8 @@ def test_ranks_sum_to_the_undivided_gradient(
             )
         ]
         policy.model.zero_grad()
-        anchored = [trainer._anchor(batch, 1) for batch in batches]
-        trainer._accumulate(anchored, [], from_policy=True)
+        prepared = [trainer._prepare(batch, 1) for batch in batches]
+        trainer._accumulate(prepared, [], from_policy=True)
         grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
         found.append(torch.cat(grads))
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6
@@ -242,9 +243,9 @@ def test_no_forward_pass_is_spent_where_it_is_not_needed(
     seen: list[int] = []
     original = trainer_module.token_logprobs
 
-    def counting(*args: object, **kwargs: object) -> object:
-        seen.append(id(args[1]))
-        return original(*args, **kwargs)  # type: ignore[arg-type]
+    def counting(policy: Policy, batch: MicroBatch, **options: Any) -> TokenLogprobs:
+        seen.append(id(batch.target))
+        return original(policy, batch, **options)
 
     monkeypatch.setattr(trainer_module, "token_logprobs", counting)
     trainer = make_trainer(policy, objective, options, micro_batch_tokens=micro_batch_tokens)

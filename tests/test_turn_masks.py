@@ -9,8 +9,8 @@ import torch
 from tests.episode_cases import episodes
 from tests.training_cases import flat, make_trainer, watch_gradients
 
-from trustbatch.batching import units as units_module
-from trustbatch.batching.samples import to_sequences
+from trustbatch.batching import sequences as sequences_module
+from trustbatch.batching.sequences import to_sequences
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import OBJECTIVES, TokenBatch, build_objective
 from trustbatch.types import TrainSequence
@@ -88,7 +88,7 @@ def test_losses_and_gradients_are_those_of_the_sampled_tokens(
     expected, loss = reference(policy, sequences, objective)
     num_sampled = sum(sequence.completion.num_sampled for sequence in sequences)
     assert num_sampled < sum(len(sequence.completion.token_ids) for sequence in sequences)
-    monkeypatch.setattr(units_module, "WORTH_SHARING", 10.0)
+    monkeypatch.setattr(sequences_module, "MAX_REMAINING_FRACTION", 10.0)
     unpacked = copy.deepcopy(policy)
     unpacked.packs = False
     for each, settings in (

@@ -23,7 +23,7 @@ from tests.episode_cases import episodes
 from tests.training_cases import policy_logp
 
 from trustbatch.api import train_config
-from trustbatch.batching.samples import to_sequences
+from trustbatch.batching.sequences import to_sequences
 from trustbatch.config import VllmConfig, parse_config
 from trustbatch.errors import DeadEngineError, EngineError
 from trustbatch.models.policy import Policy

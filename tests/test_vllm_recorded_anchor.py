@@ -20,7 +20,7 @@ from tests.test_vllm_engine import (
 )
 
 from trustbatch.api import train_config
-from trustbatch.batching.samples import to_sequences
+from trustbatch.batching.sequences import to_sequences
 from trustbatch.config import VllmConfig, parse_config
 from trustbatch.errors import EngineError
 from trustbatch.models.policy import Policy

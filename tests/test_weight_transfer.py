@@ -19,7 +19,7 @@ from torch import Tensor
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
 from trustbatch.errors import EngineError
-from trustbatch.models.policy import count_parameters
+from trustbatch.models.loading import count_parameters
 
 if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
     pytest.skip("Ray is not installed", allow_module_level=True)

@@ -99,5 +99,5 @@ def watch_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return all gradients end to end."""
+    """Return all gradients, concatenated."""
     return torch.cat([each.flatten() for each in gradients.values()])

@@ -1,9 +1,8 @@
-"""Credit: from the rewards of a group of samples to one advantage a sample.
+"""Advantages: from the rewards of a group of samples to one advantage per sample.
 
 Every function takes rewards [groups, samples] and returns advantages of the same shape, in float64.
-A group whose rewards are all equal says nothing about which sample was better: exactly zero. A
-reward that is not a number was not given: its sample takes no part in the statistics of the group,
-and its advantage is not a number either.
+The advantages of a group with equal rewards are exactly zero. A reward of NaN is missing: its
+sample does not count in the statistics of the group, and its advantage is NaN.
 """
 
 import math
@@ -42,16 +41,18 @@ def group_quantile(rewards: Tensor, *, quantile: float = 0.4, epsilon: float = 1
     """A = (r - q) / (std + epsilon) with the quantile q of the group in place of its mean.
 
     Quantile advantage estimation (QAE, arXiv 2509.22611). q is the lowest reward that at least the
-    share `quantile` of the group does not exceed. So of rewards 0 and 1 with a pass rate of at most
-    1 - quantile only the right samples have an advantage, above that only the wrong ones. std is
-    about the mean, as in `group_standardized`. QAE's code interpolates between two rewards, which
-    gives a part of the advantage to both kinds where q lies between them; this does not.
+    share `quantile` of the group does not exceed. So for rewards 0 and 1, only the correct samples
+    have an advantage at a pass rate of at most 1 - quantile, and only the wrong ones above it. std
+    is about the mean, as in `group_standardized`. QAE's code interpolates between two rewards,
+    which gives a part of the advantage to both kinds where q is between them; this does not.
     """
     if not 0 < quantile < 1:
         raise ValueError(f"quantile must be between 0 and 1, not {quantile:g}.")
     rewards = _checked(rewards)
-    share = Fraction(str(quantile))  # as written: 0.07 * 100 is above 7 in floating point
-    # the sample at position ceil(share * n) of n in ascending order; those not given stand behind
+    share = Fraction(
+        str(quantile)
+    )  # the decimal number as written: 0.07 * 100 is above 7 in floating point
+    # the sample at position ceil(share * n) of n in ascending order; missing ones come last
     ranks = [max(math.ceil(share * n), 1) for n in (~rewards.isnan()).sum(dim=1).tolist()]
     ascending = rewards.nan_to_num(nan=torch.inf).sort(dim=1).values
     baseline = ascending.gather(1, torch.tensor(ranks, device=rewards.device)[:, None] - 1)
@@ -71,7 +72,7 @@ def _checked(rewards: Tensor) -> Tensor:
         raise ValueError(f"rewards must have shape [groups, samples], not {list(rewards.shape)}.")
     rewards = rewards.double()
     if torch.isinf(rewards).any():
-        raise ValueError("rewards must be finite numbers: look at what the grader returns.")
+        raise ValueError("rewards must be finite numbers: check what the grader returns.")
     return rewards
 
 
@@ -83,7 +84,7 @@ def _deviation(rewards: Tensor) -> Tensor:
 
 def _zero_where_equal(rewards: Tensor, advantages: Tensor) -> Tensor:
     # the mean of equal numbers is not always that number, so the difference alone is not enough
-    given = ~rewards.isnan()
-    highest = rewards.masked_fill(~given, -torch.inf).amax(dim=1, keepdim=True)
-    lowest = rewards.masked_fill(~given, torch.inf).amin(dim=1, keepdim=True)
-    return torch.where((highest == lowest) & given, 0.0, advantages)
+    is_given = ~rewards.isnan()
+    highest = rewards.masked_fill(~is_given, -torch.inf).amax(dim=1, keepdim=True)
+    lowest = rewards.masked_fill(~is_given, torch.inf).amin(dim=1, keepdim=True)
+    return torch.where((highest == lowest) & is_given, 0.0, advantages)

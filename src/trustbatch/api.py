@@ -14,11 +14,12 @@ from trustbatch.config.cautions import cautions
 from trustbatch.loops.recorder import Recorder
 from trustbatch.loops.session import Session
 from trustbatch.loops.train import train as train_loop
-from trustbatch.observe.progress import LiveLine, Progress
+from trustbatch.observe.progress import Progress
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.tasks import FilteredTask, Task, check_task
 from trustbatch.utils.distributed import joined_ranks, this_rank
+from trustbatch.utils.terminal import LiveLine
 
 
 @dataclass(frozen=True)

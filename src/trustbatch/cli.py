@@ -232,9 +232,8 @@ def _gib(text: str) -> float:
 def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.build.session import configured_task
     from trustbatch.config import load_config
+    from trustbatch.config.resume import refuse_changed_config
     from trustbatch.evaluation.in_training import configured_suite
-    from trustbatch.observe.progress import LiveLine
-    from trustbatch.observe.run_folder import RunFolder
     from trustbatch.plan import describe_plan
     from trustbatch.plan.hardware import find_hardware, has_gpu
     from trustbatch.plan.memory import GIB
@@ -242,6 +241,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.rewards import Scorer
     from trustbatch.rollout.vllm.engine import require_vllm
     from trustbatch.tasks import fit_task, without_overlap
+    from trustbatch.utils.terminal import LiveLine
 
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # under torchrun the first process speaks for all
@@ -257,7 +257,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         task = fit_task(task, encode, say=LiveLine().show)
     if config.rollout.engine == "vllm" and not is_elsewhere:
         require_vllm()
-    RunFolder(config)  # refuses the folder of another run
+    refuse_changed_config(config)
     if config.reward.terms:
         scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
         with contextlib.closing(scorer):
@@ -303,8 +303,8 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.doctor.examine import examine
     from trustbatch.doctor.show import show, to_record
     from trustbatch.doctor.verdict import judge
-    from trustbatch.observe.progress import LiveLine
     from trustbatch.tasks import fit_task
+    from trustbatch.utils.terminal import LiveLine
 
     config = load_config(options.config, overrides)
     if options.json and not Path(options.json).absolute().parent.is_dir():

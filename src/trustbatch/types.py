@@ -1,4 +1,4 @@
-"""The nouns that travel through the package, in the order in which they come to be."""
+"""The data types of the package, in the order of the data flow: prompt to train sequence."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # graders run in processes that have no use for torch
+if TYPE_CHECKING:  # grader processes do not import torch
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One problem to be answered, e.g. Prompt(id="7", text="12+34=", answer="46")."""
+    """One problem of a task, e.g. Prompt(id="7", text="12+34=", answer="46")."""
 
     id: str
-    """names the sample: two different samples of one problem have different ids"""
+    """unique within a run: random numbers depend on it, so a repeated problem has another id"""
     text: str
     answer: str
     task: str = ""
-    """name of the task that it is from: a mixture has several"""
+    """name of its task: a mixture has several"""
     details: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """what a grader needs beside the answer; plain values, as in JSON"""
+    """what a grader needs besides the answer; plain values, as in JSON"""
     system: str = ""
     """the system message, if there is one"""
     chat: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -37,53 +37,53 @@ class SamplingParams:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     temperature: float = 1.0
-    """0 takes the most likely token"""
+    """0: the most likely token"""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps every token"""
+    """0: no limit"""
     top_logprobs: int = 0
-    """how many of the most likely tokens are recorded with their log-probs at each position"""
+    """number K of most likely tokens whose log-probs are recorded at each position"""
     logprob_mode: str = "processed"
     """"processed" records the distribution sampled from; "raw" the untempered, untruncated one"""
     anchor_temperature: float | None = None
-    """the objective pulls to softmax(logits / this), whatever is sampled from; None: it does not"""
+    """the anchor of the objective is softmax(logits / this); None: the objective has none"""
 
     @property
     def records_anchor(self) -> bool:
-        """Whether the anchor is another distribution than the recorded one, and so recorded too."""
+        """Whether the anchor differs from the recorded distribution, and so is recorded too."""
         if self.anchor_temperature is None:
             return False
         if self.logprob_mode == "raw":
             return self.anchor_temperature != 1.0
-        is_cut = self.top_p < 1.0 or self.top_k > 0
-        return is_cut or self.anchor_temperature != self.temperature
+        is_truncated = self.top_p < 1.0 or self.top_k > 0
+        return is_truncated or self.anchor_temperature != self.temperature
 
     @property
     def of_any_length(self) -> SamplingParams:
-        """The same for all that differ in `max_tokens` alone, and so can be sampled together."""
+        """The parameters without `max_tokens`: requests that agree in them can share a batch."""
         return replace(self, max_tokens=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What an engine is asked: so many samples that continue one tokenized prompt."""
+    """A request to an engine: `num_samples` completions of one tokenized prompt."""
 
     prompt_id: str
     token_ids: tuple[int, ...]
     num_samples: int
     sampling: SamplingParams
     first_sample: int = 0
-    """index of the first sample; the others follow it"""
+    """index of the first sample; the others have the following indices"""
     group: int = 0
-    """number of the prompt in the run: whose turn it is where several policies answer"""
+    """number of the prompt in the run: it decides which of several policies samples"""
     turn: int = 0
-    """number of the policy's turn in an episode; each has random numbers of its own"""
+    """number of the policy's turn in an episode; random numbers depend on it"""
     policy: str | None = None
-    """name of the policy that took the turns before and goes on; None: as the shares say"""
+    """name of the policy that sampled the earlier turns; None: chosen by the shares"""
 
     @property
     def samples(self) -> range:
-        """Indices of the samples to sample."""
+        """Indices of the requested samples."""
         return range(self.first_sample, self.first_sample + self.num_samples)
 
 
@@ -93,18 +93,18 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """a stop token was sampled; it is the completion's last token"""
     LENGTH = "length"
-    """there was no room for another token: max_tokens, those of an environment included"""
+    """`max_tokens` was reached, tokens of an environment included"""
     TURNS = "turns"
-    """the last turn allowed was taken, and the environment would have gone on"""
+    """the maximum number of turns was reached before the environment ended the episode"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Who sampled a completion's tokens, and how."""
+    """Which policy and engine sampled a completion, and with which settings."""
 
     policy: str
     version: int
-    """that sampled the first token; `Completion.versions` has those after it"""
+    """of the policy when it sampled the first token; `Completion.versions` has the others"""
     engine: str
     precision: str
     temperature: float
@@ -114,7 +114,7 @@ class Provenance:
 
 
 class Role(StrEnum):
-    """Who speaks in a turn."""
+    """The author of a turn."""
 
     POLICY = "policy"
     ENVIRONMENT = "environment"
@@ -122,7 +122,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one side said before the other, e.g. Turn(role=Role.ENVIRONMENT, text="higher")."""
+    """One turn of an episode, e.g. Turn(role=Role.ENVIRONMENT, text="higher")."""
 
     role: Role
     text: str
@@ -130,10 +130,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sampled answer of n tokens, with the probability that each had when it was sampled.
+    """One completion of n tokens, with the log-prob of each token when it was sampled.
 
-    In an episode of several turns the environment's tokens lie between the policy's: they are
-    context, as a prompt is, and no part of what is recorded, counted or trained on.
+    In an episode of several turns, the environment's tokens are between the policy's: they are
+    context like the prompt, and are not recorded, counted or trained on.
     """
 
     prompt_id: str
@@ -141,7 +141,7 @@ class Completion:
     token_ids: Tensor
     """[n] int64"""
     behavior_logp: Tensor
-    """[n] float32, of the distribution that `provenance.logprob_mode` names"""
+    """[n] float32, under the distribution that `provenance.logprob_mode` names"""
     top_token_ids: Tensor | None
     """[n, K] int64, the K most likely tokens at each position"""
     behavior_top_logp: Tensor | None
@@ -149,37 +149,37 @@ class Completion:
     anchor_logp: Tensor | None = None
     """[n] float32, before temperature, top-k and top-p; None: the same as `behavior_logp`"""
     anchor_top_logp: Tensor | None = None
-    """[n, K] float32, likewise of the K tokens"""
+    """[n, K] float32, likewise for the K tokens"""
     finish_reason: FinishReason
     provenance: Provenance
     text: str
-    """what the policy said; in an episode, in its last turn"""
+    """the decoded completion; in an episode, the policy's last turn"""
     sampled: Tensor | None = None
-    """[n] bool, False for the environment's tokens; None: the policy sampled all of them"""
+    """[n] bool, False for the environment's tokens; None: the policy sampled all tokens"""
     turns: tuple[Turn, ...] = ()
-    """an episode's, the policy's first and last; none where the task does not answer"""
+    """of an episode, the first and the last by the policy; empty without an environment"""
     versions: Tensor | None = None
-    """[n] int32, which version sampled each token, where they differ; None: `provenance.version`"""
+    """[n] int32, the version that sampled each token; None: all `provenance.version`"""
 
     @property
     def num_sampled(self) -> int:
-        """How many of the tokens are the policy's."""
+        """Number of tokens that the policy sampled."""
         return len(self.token_ids) if self.sampled is None else int(self.sampled.sum())
 
     def of_policy(self, values: Tensor) -> Tensor:
-        """Return the entries of a tensor [n, ...] that belong to the policy's own tokens."""
+        """Return the entries of a tensor [n, ...] that belong to the policy's tokens."""
         return values if self.sampled is None else values[self.sampled]
 
     @property
     def version_of_token(self) -> Tensor:
-        """[num_sampled] integer: which version sampled each of the policy's own tokens."""
+        """[num_sampled] integer: the version that sampled each of the policy's tokens."""
         if self.versions is not None:
             return self.of_policy(self.versions)
         return self.token_ids.new_full((self.num_sampled,), self.provenance.version)
 
     @property
     def all_versions(self) -> list[int]:
-        """The versions that sampled it, the oldest first."""
+        """The versions that sampled its tokens, oldest first."""
         if self.versions is None:
             return [self.provenance.version]
         return sorted(set(self.version_of_token.tolist()))
@@ -194,20 +194,20 @@ class GradeStatus(StrEnum):
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
     TRUNCATED = "truncated"
-    """it was cut for want of room, and `reward.truncated` leaves such completions out"""
+    """it was truncated, and `reward.truncated` excludes such completions"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """What a grader said of one completion."""
+    """The grade of one completion."""
 
     reward: float
-    """not a number where the status is another than GRADED: what was not judged has no reward"""
+    """NaN unless the status is GRADED"""
     status: GradeStatus = GradeStatus.GRADED
     reason: str = ""
     """why it was not graded"""
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """the terms that the reward is a weighted sum of, by name"""
+    """the terms of the reward, before their weights, by name"""
 
     @classmethod
     def failed(cls, status: GradeStatus, reason: str) -> Grade:
@@ -217,13 +217,13 @@ class Grade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """All completions of one prompt: the unit over which rewards are compared."""
+    """All completions of one prompt: the group in which rewards are compared."""
 
     prompt: Prompt
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     grades: tuple[Grade, ...] = ()
-    """one a completion, once they are graded"""
+    """one per completion; empty before grading"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +239,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
-    """One completion, ready to be trained on."""
+    """One completion with its prompt and advantage, ready for training."""
 
     prompt_token_ids: tuple[int, ...]
     completion: Completion
@@ -247,5 +247,5 @@ class TrainSequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response together."""
+        """Number of tokens of prompt and response."""
         return len(self.prompt_token_ids) + len(self.completion.token_ids)

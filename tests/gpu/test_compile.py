@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from trustbatch.models.packing.layout import PackedLayout, Segment
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_model, build_tokenizer
-from trustbatch.training.layer_calls import compile_layers, recompute_layers
+from trustbatch.training.layers import compile_layers, recompute_layers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import torch
 from tests.episode_cases import episodes
 
 from trustbatch.batching.micro_batches import micro_batches
-from trustbatch.batching.samples import to_sequences
+from trustbatch.batching.sequences import to_sequences
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.training.logprobs import token_logprobs

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from trustbatch.training import linear_logprobs as module
 from trustbatch.training import logprob_passes
-from trustbatch.training.entropy_use import EntropyUse
-from trustbatch.training.linear_logprobs import linear_logprobs
+from trustbatch.training.linear_logprobs import EntropyUse, linear_logprobs
 from trustbatch.training.logprob_passes import OutputGradients, SliceStatistics
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -55,7 +54,7 @@ def test_kernels_do_what_plain_torch_does(
     slices = [(0, 128), (128, 256), (256, 300)]
 
     def statistics(passes: object) -> SliceStatistics:
-        found = SliceStatistics.of_nothing(ids, torch.float32, with_entropy=with_entropy)
+        found = SliceStatistics.empty(ids, torch.float32, with_entropy=with_entropy)
         for first, last in slices:
             passes.add_slice(  # type: ignore[attr-defined]
                 found,
@@ -103,7 +102,7 @@ def test_kernels_do_what_plain_torch_does(
 def test_a_logit_that_is_not_a_number_is_not_hidden() -> None:
     logits = torch.randn(3, 100, device=DEVICE)
     logits[1, 40] = torch.nan
-    found = SliceStatistics.of_nothing(example_ids(3, 100, 1), torch.float32, with_entropy=True)
+    found = SliceStatistics.empty(example_ids(3, 100, 1), torch.float32, with_entropy=True)
     logprob_kernels.add_slice(found, logits, None, first=0, temperature=1.0)
     assert found.normalizer().isnan().tolist() == [False, True, False]
     assert found.entropy().isnan().tolist() == [False, True, False]

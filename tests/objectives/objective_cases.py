@@ -93,7 +93,7 @@ def rounded_to_float32(tokens: Tokens) -> Tokens:
 def evaluate_in_parts(
     name: str, parts: list[Tokens], dtype: torch.dtype = torch.float64, **options: float | str
 ) -> tuple[Result, dict[str, float]]:
-    """Summed loss, gradients laid end to end, and reduced metrics of a step done part by part."""
+    """Summed loss, concatenated gradients and reduced metrics of a step in several parts."""
     objective = build_objective(name, **options)
     batches = [to_batch(part, dtype) for part in parts]
     totals = sum(objective.totals(batch) for batch in batches)

@@ -17,6 +17,7 @@ from trustbatch.objectives.metrics import (
     EffectiveSampleSize,
     Max,
     Mean,
+    OneMinusEss,
     RatioQuantiles,
     Share,
     average_over_steps,
@@ -275,6 +276,15 @@ def test_ess_pools_ratios_within_a_step_and_averages_over_steps() -> None:
     assert pooled.values("ess")["one_minus_ess"] == pytest.approx(0.2, rel=1e-12)
     over = average_over_steps([{"ess": pooled}, {"ess": ones}])
     assert over == pytest.approx({"ess": 0.9, "one_minus_ess": 0.1}, rel=1e-12)
+
+
+def test_one_minus_ess_pools_like_ess_and_is_left_out_without_a_token() -> None:
+    ones = OneMinusEss(RatioMoments.of(torch.zeros(2)))
+    threes = OneMinusEss(RatioMoments.of(torch.full((2,), log(3), dtype=torch.float64)))
+    none = OneMinusEss(RatioMoments.of(torch.zeros(0)))
+    assert ones.merge(threes).values("lag_3") == pytest.approx({"lag_3": 0.2}, rel=1e-12)
+    assert ones.merge(none).values("lag_3") == {"lag_3": 0.0}
+    assert none.values("lag_3") == {}
 
 
 @pytest.mark.parametrize("hidden", [500.0, -500.0])

@@ -12,7 +12,7 @@ from oracle import Tokens
 
 
 def by_hand() -> Tokens:
-    """Two sequences of two tokens, all sampled with 1/4: r = 2, 1 and 1, 1; prox had 1/4 of each."""
+    """Two sequences of two tokens, sampled with 1/4 each: r = 2, 1 and 1, 1; prox has 1/4 each."""
     return Tokens(
         logp=np.log([2 / 4, 1 / 4, 1 / 4, 1 / 4]),
         behavior_logp=np.log([1 / 4] * 4),

@@ -165,7 +165,7 @@ def test_micro_batch_scope_measures_trust_in_each_part_and_divides_by_the_step(
     assert_allclose(actual.d_logp, np.concatenate([one.d_logp for one in each]), rtol=1e-9)
     assert_allclose(actual.d_top_logp, np.concatenate([one.d_top_logp for one in each]), rtol=1e-9)
     step, _ = evaluate_in_parts(name, parts, kl=kl, **EXTRAS)
-    assert abs(step.loss - actual.loss) > 1e-5  # so that the two scopes are told apart here
+    assert abs(step.loss - actual.loss) > 1e-5  # so that the two scopes differ here
 
 
 def test_micro_batch_scope_with_a_part_s_own_totals_is_algorithm_2() -> None:

@@ -16,7 +16,7 @@ from tests.ranks.train_worker import make_batches
 from trustbatch.config import LoraConfig, TrainingConfig
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import build_objective
-from trustbatch.training.layer_calls import compile_layers
+from trustbatch.training.layers import compile_layers
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import TrainSequence

@@ -1,1 +1,1 @@
-"""From scored rollouts to what one forward pass takes."""
+"""From scored rollouts to the micro-batches of forward passes."""

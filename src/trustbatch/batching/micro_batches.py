@@ -1,7 +1,8 @@
-"""From sequences to batches that one forward pass can hold.
+"""From train sequences to micro-batches: what one forward pass computes.
 
-A batch is packed: units lie end to end, and attention alone knows where they end. For a model that
-can't compute that, it has padded rows instead, one a sequence. Both give the same log-probs.
+A micro-batch is packed: its segments follow each other without padding, and only attention knows
+where they end. A model that can't compute packed tokens gets padded rows instead, one per sequence.
+Both give the same log-probs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,21 +11,21 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from trustbatch.batching.division import Bin, bins_of_rank, packed_bins, padded_bins
-from trustbatch.batching.units import SharedPromptGroup, units_of
+from trustbatch.batching.bins import Bin, bins_of_rank, packed_bins, padded_bins
+from trustbatch.batching.sequences import SharedPromptGroup, group_by_prompt
 from trustbatch.models.packing.layout import PackedLayout, Segment, ranges
 from trustbatch.types import Completion, TrainSequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Input tokens, and where the outputs that predict its T response tokens are.
+    """The input tokens of B sequences, and the positions that predict their T response tokens.
 
-    Response tokens are those that the policy sampled; an environment's between them are input
-    alone. The last token of a response predicts nothing and is no input. Example: prompt [5, 6]
-    with response [7, 8] is the input [5, 6, 7], whose places 1 and 2 predict 7 and 8. Where a
-    second response [9, 7] shares the prompt, the input is [5, 6, 7, 9]; places 1 and 3 predict 9
-    and 7.
+    Response tokens are those that the policy sampled; an environment's tokens between them are
+    input only. The last token of a response predicts nothing and is no input. Example: prompt
+    [5, 6] with response [7, 8] is the input [5, 6, 7], whose positions 1 and 2 predict 7 and 8.
+    Where a second response [9, 7] shares the prompt, the input is [5, 6, 7, 9]; positions 1 and 3
+    predict 9 and 7.
     """
 
     input_ids: Tensor
@@ -32,11 +33,13 @@ class MicroBatch:
     packed: PackedLayout | None
     """None for padded rows"""
     index: Tensor
-    """[T] place of the output that predicts each response token, among all input tokens in order"""
+    """[T] position in the flattened input whose output predicts each response token"""
     sequence: Tensor
-    """[T] number of the sequence that it belongs to"""
+    """[T] number within the batch of the sequence that each response token belongs to"""
+    order: Tensor
+    """[B] index of each sequence among those given to `micro_batches`"""
     target: Tensor
-    """[T] the token itself"""
+    """[T] the response tokens"""
     behavior_logp: Tensor
     """[T]"""
     advantage: Tensor
@@ -46,18 +49,24 @@ class MicroBatch:
     behavior_top_logp: Tensor | None
     """[T, K]"""
     anchor_logp: Tensor | None
-    """[T], where it differs from `behavior_logp`"""
+    """[T]; None where it is the same as `behavior_logp`"""
     anchor_top_logp: Tensor | None
     """[T, K]"""
     policies: tuple[str, ...]
-    """who sampled each sequence"""
+    """[B] name of the policy that sampled each sequence"""
     version: Tensor
-    """[T] and with which version of its weights, for each token"""
+    """[T] version of that policy's weights when it sampled each token"""
     source: Tensor
-    """[T] the number of that pair of policy and version among all of the optimizer step"""
+    """[T] id of that pair of policy and version, unique within the optimizer step"""
+    proximal_logp: Tensor | None = None
+    """[T] of the policy at the start of the pass; filled in by the trainer if it is needed"""
+    proximal_top_logp: Tensor | None = None
+    """[T, K] likewise"""
+    reference_logp: Tensor | None = None
+    """[T] of the reference policy; filled in by the trainer if there is one"""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Move every tensor."""
+        """Move every tensor to a device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved = {n: v.to(device) for n, v in values.items() if isinstance(v, Tensor | PackedLayout)}
         return replace(self, **moved)
@@ -73,26 +82,28 @@ def micro_batches(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> list[MicroBatch]:
-    """Divide the sequences of an optimizer step over the ranks, and return those of one rank.
+    """Divide the sequences of an optimizer step over the ranks; returns the batches of one rank.
 
-    A batch computes at most `max_tokens` tokens, or one longer sequence. All ranks get equally many
-    batches; a batch without a sequence has one input token, which predicts nothing.
+    A batch computes at most `max_tokens` tokens, or one longer sequence. All ranks get the same
+    number of batches; a batch without a sequence has one input token, which predicts nothing.
     """
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
-    # no unit or padded bin so large that a rank would have to do without
+    # no group or padded bin may be so large that a rank is left without any
     share = max(min(max_tokens, -(-num_tokens // num_ranks)), 1)
-    units = units_of(sequences, may_share_prompts=packs and may_share_prompts, max_tokens=share)
+    groups = group_by_prompt(
+        sequences, may_share_prompts=packs and may_share_prompts, max_tokens=share
+    )
     if packs:
-        bins = packed_bins(units, max_tokens=max_tokens, num_ranks=num_ranks)
+        bins = packed_bins(groups, max_tokens=max_tokens, num_ranks=num_ranks)
     else:
-        bins = padded_bins(units, max_tokens=share)
+        bins = padded_bins(groups, max_tokens=share)
     own = bins_of_rank(bins, rank=rank, num_ranks=num_ranks)
     tops = {_top_width(sequence) for sequence in sequences}
     (top,) = tops if len(tops) == 1 else (None,)
-    sources = {pair: number for number, pair in enumerate(_pairs(sequences))}
+    sources = {source: number for number, source in enumerate(_sources(sequences))}
     has_anchor = any(sequence.completion.anchor_logp is not None for sequence in sequences)
     pad = pad_token_id if not packs else None
-    return [_lay_out(each, pad, sources, top=top, has_anchor=has_anchor) for each in own]
+    return [_build(each, pad, sources, top=top, has_anchor=has_anchor) for each in own]
 
 
 def _top_width(sequence: TrainSequence) -> int | None:
@@ -100,29 +111,32 @@ def _top_width(sequence: TrainSequence) -> int | None:
     return None if top is None else top.shape[1]
 
 
-def _lay_out(
-    units: Bin,
+def _build(
+    groups: Bin,
     pad_token_id: int | None,
     sources: Mapping[tuple[str, int], int],
     *,
     top: int | None,
     has_anchor: bool,
 ) -> MicroBatch:
-    """Lay units out, padded where there is a token for it; `top` tokens recorded everywhere."""
-    sequences = [sequence for unit in units for sequence in unit.sequences]
+    """Build the micro-batch of a bin; rows are padded where there is a `pad_token_id`.
+
+    `top` is the number K of recorded most likely tokens, or None.
+    """
+    sequences = [sequence for group in groups for sequence in group.sequences]
     completions = [sequence.completion for sequence in sequences]
     packed = None
     if pad_token_id is None:
-        inputs = [part for unit in units for part in _inputs(unit)]
+        inputs = [part for group in groups for part in _inputs(group)]
         input_ids = torch.cat(inputs) if inputs else torch.zeros(1, dtype=torch.int64)
-        packed = PackedLayout.of([unit.shape for unit in units] or [Segment(1)])
-        begins = _begins([unit.num_tokens for unit in units])
+        packed = PackedLayout.of([group.segment for group in groups] or [Segment(1)])
+        starts = _starts([group.num_tokens for group in groups])
     else:
-        rows = [torch.cat(_inputs(unit)) for unit in units] or [torch.tensor([pad_token_id])]
+        rows = [torch.cat(_inputs(group)) for group in groups] or [torch.tensor([pad_token_id])]
         input_ids = torch.nn.utils.rnn.pad_sequence(
             rows, batch_first=True, padding_value=pad_token_id
         )
-        begins = [row * input_ids.shape[1] for row in range(len(units))]
+        starts = [row * input_ids.shape[1] for row in range(len(groups))]
     lengths = torch.tensor(
         [completion.num_sampled for completion in completions], dtype=torch.int64
     )
@@ -131,8 +145,9 @@ def _lay_out(
     return MicroBatch(
         input_ids=input_ids,
         packed=packed,
-        index=_index(units, begins),
+        index=_index(groups, starts),
         sequence=torch.arange(len(sequences)).repeat_interleave(lengths),
+        order=torch.tensor([i for group in groups for i in group.indices], dtype=torch.int64),
         target=torch.cat([none.long(), *(each.of_policy(each.token_ids) for each in completions)]),
         behavior_logp=torch.cat(
             [none, *(each.of_policy(each.behavior_logp) for each in completions)]
@@ -148,14 +163,14 @@ def _lay_out(
     )
 
 
-def _pairs(sequences: Sequence[TrainSequence]) -> list[tuple[str, int]]:
-    """Return who sampled tokens of the sequences, each policy and version once, in order."""
+def _sources(sequences: Sequence[TrainSequence]) -> list[tuple[str, int]]:
+    """Return the distinct pairs of policy and version that sampled the tokens, sorted."""
     completions = [sequence.completion for sequence in sequences]
     return sorted({(c.provenance.policy, v) for c in completions for v in c.all_versions})
 
 
 def _source(completion: Completion, sources: Mapping[tuple[str, int], int]) -> Tensor:
-    """Return the number of each token's policy and version [num_sampled]."""
+    """Return the id of each token's pair of policy and version [num_sampled]."""
     policy = completion.provenance.policy
     if completion.versions is None:
         number = sources[policy, completion.provenance.version]
@@ -164,44 +179,44 @@ def _source(completion: Completion, sources: Mapping[tuple[str, int], int]) -> T
     return torch.tensor([sources[policy, version] for version in versions.tolist()])
 
 
-def _begins(lengths: Sequence[int]) -> list[int]:
-    """Return where each of the things that lie end to end begins."""
-    begins = [0]
+def _starts(lengths: Sequence[int]) -> list[int]:
+    """Return the start of each of several packed parts."""
+    starts = [0]
     for length in lengths:
-        begins.append(begins[-1] + length)
-    return begins[:-1]
+        starts.append(starts[-1] + length)
+    return starts[:-1]
 
 
-def _inputs(unit: SharedPromptGroup) -> list[Tensor]:
-    prompt = torch.tensor(unit.sequences[0].prompt_token_ids)
-    return [prompt, *(sequence.completion.token_ids[:-1] for sequence in unit.sequences)]
+def _inputs(group: SharedPromptGroup) -> list[Tensor]:
+    prompt = torch.tensor(group.sequences[0].prompt_token_ids)
+    return [prompt, *(sequence.completion.token_ids[:-1] for sequence in group.sequences)]
 
 
-def _index(units: Sequence[SharedPromptGroup], begins: Sequence[int]) -> Tensor:
-    """Return the places that predict the response tokens; the first is the prompt's last."""
+def _index(groups: Sequence[SharedPromptGroup], starts: Sequence[int]) -> Tensor:
+    """Return the positions that predict the response tokens; the first is the prompt's last."""
     completions: list[Completion] = []
-    starts: list[int] = []
+    begins: list[int] = []
     lengths: list[int] = []
-    for unit, begin in zip(units, begins, strict=True):
-        response = begin + len(unit.sequences[0].prompt_token_ids)
+    for group, start in zip(groups, starts, strict=True):
+        response = start + len(group.sequences[0].prompt_token_ids)
         last_of_prompt = response - 1
-        for sequence in unit.sequences:
+        for sequence in group.sequences:
             length = len(sequence.completion.token_ids) - 1
-            starts += [last_of_prompt, response]
+            begins += [last_of_prompt, response]
             lengths += [1, length]
             response += length
             completions.append(sequence.completion)
-    places = ranges(starts, lengths)
+    positions = ranges(begins, lengths)
     if all(completion.sampled is None for completion in completions):
-        return places
-    own = places.split([len(completion.token_ids) for completion in completions])
+        return positions
+    own = positions.split([len(completion.token_ids) for completion in completions])
     return torch.cat([each.of_policy(part) for each, part in zip(completions, own, strict=True)])
 
 
 def _cat(
     completions: Sequence[Completion], name: str, dtype: torch.dtype, width: int | None
 ) -> Tensor | None:
-    """Put [n, width] side by side; None unless all sequences of the step have them."""
+    """Concatenate [n, width] of all completions; None unless the whole step has recorded them."""
     if width is None:
         return None
     present = [each.of_policy(getattr(each, name)) for each in completions]
@@ -209,7 +224,7 @@ def _cat(
 
 
 def _anchors(completions: Sequence[Completion], what: str, *width: int) -> Tensor:
-    """Put the anchor's [n, *width] end to end; who recorded none was sampled from it."""
+    """Concatenate the anchor's [n, *width]; without one, the behavior policy is the anchor."""
     parts = [torch.zeros(0, *width)]
     for each in completions:
         anchor = getattr(each, f"anchor_{what}")

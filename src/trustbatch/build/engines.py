@@ -7,8 +7,8 @@ import torch
 from trustbatch.build.policies import load_model
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError, EngineError
-from trustbatch.models.policy import Policy, default_precision, quiet_bars
-from trustbatch.models.vocabulary import same_tokenizer
+from trustbatch.models.loading import default_precision, quiet_bars
+from trustbatch.models.policy import Policy, same_tokenizer
 from trustbatch.rollout.chunked_engine import ChunkedEngine
 from trustbatch.rollout.engine import Engines, RolloutEngine
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, told_sampling

@@ -5,7 +5,8 @@ from pathlib import Path
 from trustbatch.checkpoints.load import unreadable
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
-from trustbatch.models.policy import Policy, default_precision
+from trustbatch.models.loading import default_precision
+from trustbatch.models.policy import Policy
 from trustbatch.training.sharding import shard
 from trustbatch.utils.distributed import num_ranks, rank_device
 

@@ -15,24 +15,24 @@ from trustbatch.checkpoints.load import newest_checkpoint, restore
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.checkpoints.save import Checkpointer
 from trustbatch.config import Config
+from trustbatch.config.resume import refuse_changed_config
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_suite
 from trustbatch.evaluation.suite import EvaluatedTask
 from trustbatch.loops.session import Session
 from trustbatch.loops.sources import BatchSource, SyncSource
 from trustbatch.models.policy import Policy
-from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.rewards import Scorer
 from trustbatch.rewards.shared import GroupScorer, SharedScorer
 from trustbatch.rollout.engine import Engines
 from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
-from trustbatch.training.canary import NUM_PROMPTS, Canary
-from trustbatch.training.canary_reference import CanaryNotes
+from trustbatch.training.canary import NUM_PROMPTS, Canary, CanaryRecorder
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
 from trustbatch.utils.cuda_memory import enable_expandable_segments
 from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
+from trustbatch.utils.terminal import LiveLine
 
 if TYPE_CHECKING:
     from trustbatch.cluster.actor_pool import ActorPool
@@ -50,7 +50,13 @@ def build_session(config: Config, task: Task | None = None) -> Session:
     suite = configured_suite(config.evaluation)
     task = without_overlap(task, [each.task for each in suite])
     own_scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
-    run = RunFolder(config) if this_rank() == 0 else ReadOnlyRunFolder(config)
+    refuse_changed_config(config)
+    folder_of_rank = RunFolder if this_rank() == 0 else ReadOnlyRunFolder
+    run = folder_of_rank(
+        config.run.path,
+        config_toml=config.to_toml(),
+        rollouts_logged=config.run.rollouts_logged,
+    )
     checkpoint = newest_checkpoint(run.checkpoints)
     policy = load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
     replica = _build_replica(config, policy)
@@ -209,7 +215,7 @@ def _assemble(
 
     return ClusterSession(
         **parts,
-        canary_notes=CanaryNotes(policy, **checked),
+        canary_recorder=CanaryRecorder(policy, **checked),
         engine_pool=workers.engine_pool,
         reward_pool=workers.reward_pool,
     )

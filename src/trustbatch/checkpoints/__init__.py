@@ -1,1 +1,1 @@
-"""Checkpoints: written beside the training, read back exactly."""
+"""Checkpoints: written in the background of the training, restored bit for bit."""

@@ -1,10 +1,10 @@
-"""Reading checkpoints: the newest one that is whole, and the exact state that it holds.
+"""Reading checkpoints: finding the newest intact one, and restoring its exact state.
 
     step-N/                  an ordinary Hugging Face folder: config, tokenizer, *.safetensors
-    step-N/trainer/          rank-*.safetensors (weights and optimizer, in pieces), and JSON
-    step-N/manifest.json     every file with its length and digest, written last
+    step-N/trainer/          rank-*.safetensors (shards of weights and optimizer), and JSON
+    step-N/manifest.json     every file with its size and digest, written last
 
-`checkpointer.py` writes them.
+`save.py` writes them.
 """
 
 import json
@@ -23,18 +23,18 @@ from trustbatch.checkpoints.manifest import listed_bytes, verify
 from trustbatch.checkpoints.shards import StoredTensor, is_plain, list_tensors, read_into
 from trustbatch.errors import CheckpointError
 from trustbatch.models.policy import Policy
-from trustbatch.observe.progress import LiveLine
 from trustbatch.rollout.records import group_from_record
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutBatch
 from trustbatch.utils.distributed import all_gather, from_rank_zero, this_rank
+from trustbatch.utils.terminal import LiveLine
 
 TRAINER_FOLDER, STATE_FILE, PENDING_FILE = "trainer", "state.json", "pending_rollouts.jsonl"
 SPARE_FILE = "spare_rollouts.jsonl"
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
-"""how the names of stored tensors begin: weights/NAME and optimizer/KEY/NAME"""
-LONG_CHECK_BYTES = 4 * 2**30
-"""from here on, checking a checkpoint takes long enough to be mentioned"""
+"""prefixes of stored tensors: weights/NAME and optimizer/KEY/NAME"""
+SLOW_VERIFY_BYTES = 4 * 2**30
+"""verifying a checkpoint larger than this takes long enough to show a line"""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -44,20 +44,20 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return after how many steps a checkpoint was made."""
+    """Return the step after which a checkpoint was saved."""
     return int(checkpoint.name[5:])
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint that is whole, or None if there is none at all.
+    """Return the newest intact checkpoint, or None if there is no checkpoint.
 
-    Damaged ones are skipped, and a line says so. Every rank has to call this: rank 0 looks, so that
-    all of them continue from the same one.
+    Damaged ones are skipped with a message. Collective: rank 0 searches, so that all ranks resume
+    from the same checkpoint.
     """
     chosen, problem = None, None
     if this_rank() == 0:
         try:
-            chosen = _newest_whole(folder)
+            chosen = _newest_intact(folder)
         except CheckpointError as error:
             problem = str(error)
     problem = from_rank_zero(problem)
@@ -68,9 +68,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
-    """Give a trainer the weights, the optimizer state and the counts of a checkpoint, bit for bit.
+    """Restore the weights, optimizer state and counters of a trainer, bit for bit.
 
-    However many ranks wrote it, each rank reads what it holds now.
+    Each rank reads its own shards, for any number of ranks that wrote the checkpoint.
     """
     folder = checkpoint / TRAINER_FOLDER
     try:
@@ -78,7 +78,7 @@ def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
         stored = list_tensors(folder)
         _refuse_other_model(checkpoint, str(state["model"]), stored, trainer)
         _refuse_other_base(checkpoint, float(state["frozen_sum"]), trainer.policy)
-        # before the weights, since a step is taken to make the optimizer's state
+        # before the weights, since creating the optimizer's state takes a step
         _restore_optimizer(trainer, stored, folder)
         read_into(_with_prefix(WEIGHTS, weights_of(trainer.policy)), folder)
         trainer.num_optimizer_steps = int(state["num_optimizer_steps"])
@@ -103,7 +103,7 @@ def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
 
 
 def unreadable(checkpoint: Path, cause: Exception) -> CheckpointError:
-    """Return the error for a checkpoint whose files are whole and yet can't be used."""
+    """Return the error for a checkpoint whose files are intact but can't be used."""
     return CheckpointError(
         f"{checkpoint} can't be read ({cause}): delete it, and the run continues from the "
         "checkpoint before it, or from the start."
@@ -111,7 +111,7 @@ def unreadable(checkpoint: Path, cause: Exception) -> CheckpointError:
 
 
 def weights_of(policy: Policy) -> dict[str, Tensor]:
-    """Return what training changes of a policy, by name; of tied tensors the first name only."""
+    """Return the tensors that training changes, by name; tied tensors by their first name only."""
     if policy.adapters is not None:
         return {name: each.detach() for name, each in policy.trained_parameters()}
     first: dict[int, str] = {}
@@ -123,7 +123,7 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
 
 
 def frozen_sum(policy: Policy) -> float:
-    """Return the sum of the weights beside adapters, which are not trained; collective."""
+    """Return the sum of the frozen weights of a model with adapters; collective."""
     if policy.adapters is None:
         return 0.0
     parts = [
@@ -131,12 +131,12 @@ def frozen_sum(policy: Policy) -> float:
         for p in policy.model.parameters()
         if not p.requires_grad
     ]
-    is_divided = any(isinstance(p, DTensor) for p in policy.model.parameters())
-    return math.fsum(all_gather(math.fsum(parts)) if is_divided else parts)
+    is_sharded = any(isinstance(p, DTensor) for p in policy.model.parameters())
+    return math.fsum(all_gather(math.fsum(parts)) if is_sharded else parts)
 
 
 def optimizer_state_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors as KEY/NAME; what was never trained has none."""
+    """Return the optimizer's tensors as KEY/NAME; untrained parameters have none."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainer.policy.model.named_parameters():
         for key, value in trainer.optimizer.state.get(parameter, {}).items():
@@ -145,14 +145,14 @@ def optimizer_state_of(trainer: Trainer) -> dict[str, Tensor]:
     return tensors
 
 
-def _newest_whole(folder: Path) -> Path | None:
+def _newest_intact(folder: Path) -> Path | None:
     skipped: list[str] = []
     line = LiveLine()
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
             num_bytes = listed_bytes(checkpoint)
-            if num_bytes > LONG_CHECK_BYTES:
-                line.show(f"Checking {checkpoint} ({num_bytes / 1e9:.0f} GB)")
+            if num_bytes > SLOW_VERIFY_BYTES:
+                line.show(f"Verifying {checkpoint} ({num_bytes / 1e9:.0f} GB)")
             verify(checkpoint)
         except (CheckpointError, OSError) as error:
             skipped.append(f"{checkpoint.name}: {error}")
@@ -181,22 +181,22 @@ def _refuse_other_model(
             difference = f"{name.removeprefix(WEIGHTS)} is {there} there, and {wanted} here"
     if difference is not None:
         raise CheckpointError(
-            f"{checkpoint} is of another model ({difference}): choose another run.name, or the "
-            "model.name that it was trained with."
+            f"{checkpoint} belongs to another model ({difference}): choose another run.name, or "
+            "the model.name that it was trained with."
         )
 
 
 def _refuse_other_base(checkpoint: Path, expected: float, policy: Policy) -> None:
-    # as exact as sums over another number of ranks are
+    # sums over another number of ranks differ by rounding
     if not math.isclose(frozen_sum(policy), expected, rel_tol=1e-9, abs_tol=1e-9):
         raise CheckpointError(
-            f"{checkpoint} has adapters for other weights than those of {policy.name!r} now: put "
-            "the model that the run began with back in its place, or choose another run.name."
+            f"{checkpoint} has adapters for other weights than those of {policy.name!r} now: "
+            "restore the model that the run started with, or choose another run.name."
         )
 
 
 def _restore_optimizer(trainer: Trainer, stored: Mapping[str, StoredTensor], folder: Path) -> None:
-    """Let the optimizer make its own kind of state, then fill it."""
+    """Let the optimizer create its state, then fill it."""
     keys = [name.removeprefix(OPTIMIZER) for name in stored if name.startswith(OPTIMIZER)]
     with_state = {key.partition("/")[2] for key in keys}
     trainer.optimizer.zero_grad(set_to_none=True)
@@ -209,7 +209,7 @@ def _restore_optimizer(trainer: Trainer, stored: Mapping[str, StoredTensor], fol
     targets = optimizer_state_of(trainer)
     if targets.keys() != set(keys):
         raise ValueError("it holds the state of another optimizer")
-    # quantized states are stored as the numbers that they stand for, shaped like the parameter
+    # quantized states are stored de-quantized, in the shape of the parameter
     quantized = {key: target for key, target in targets.items() if not is_plain(target)}
     numbers = {
         key: torch.empty_like(parameters[key.partition("/")[2]], requires_grad=False)

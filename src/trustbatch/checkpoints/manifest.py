@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files it has, and how to see that they are whole."""
+"""The manifest of a checkpoint: its files, with sizes and digests to verify them."""
 
 import hashlib
 import json
@@ -9,43 +9,35 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.errors import CheckpointError
+from trustbatch.utils.files import fsync
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
-"""raised with every change that older readers would misread"""
+"""increased with every change that older versions would misread"""
 
 
 def seal(path: Path) -> dict[str, Any]:
-    """Bring a file to the disk; returns what is compared when it is read again."""
-    flush(path)
+    """Flush a file to the disk; returns its size and digest for the manifest."""
+    fsync(path)
     return {"bytes": path.stat().st_size, "sha256": _digest(path)}
-
-
-def flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk: no rename may get there before it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the last file of a checkpoint."""
     path = folder / MANIFEST_FILE
     path.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
-    flush(path)
+    fsync(path)
 
 
 def listed_bytes(folder: Path) -> int:
-    """Return how many bytes `verify` will read."""
+    """Return the number of bytes that `verify` reads."""
     return sum(int(entry["bytes"]) for entry in _listed_files(folder).values())
 
 
 def verify(folder: Path) -> None:
-    """Raise unless every file of the manifest is there and holds what was written."""
+    """Raise CheckpointError unless every file of the manifest exists with the recorded content."""
     files = _listed_files(folder)
-    for name, entry in files.items():  # lengths first: they cost nothing
+    for name, entry in files.items():  # sizes first: they cost nothing
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{name} is missing")

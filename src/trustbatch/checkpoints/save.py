@@ -1,9 +1,9 @@
-"""Writing checkpoints beside the training, so that what is called `step-N` is always complete.
+"""Writing checkpoints in the background; a folder named `step-N` is always complete.
 
-Every rank copies its pieces to host memory and goes on; a thread brings them to the disk. The
-ranks tell each other through small files in the shared folder, which they need anyway. A process
-group would be one more thing to fail there: its calls must come in the same order on every rank,
-and a dead rank shows as a timeout that names nobody.
+Every rank copies its shards to host memory and continues to train; a thread writes them to disk.
+The ranks notify rank 0 through small files in the shared folder, which they need anyway. A process
+group would be less robust: its calls must come in the same order on every rank, and a dead rank
+shows as a timeout that does not name it.
 """
 
 import contextlib
@@ -33,33 +33,34 @@ from trustbatch.checkpoints.load import (
     weights_of,
 )
 from trustbatch.checkpoints.loop_state import LoopState
-from trustbatch.checkpoints.manifest import flush, seal, write_manifest
-from trustbatch.checkpoints.shards import Piece, copy_pieces, list_tensors, read_into, write_pieces
+from trustbatch.checkpoints.manifest import seal, write_manifest
+from trustbatch.checkpoints.shards import Shard, copy_shards, list_tensors, read_into, write_shards
 from trustbatch.errors import CheckpointError
 from trustbatch.models.policy import Policy
-from trustbatch.observe.progress import LiveLine
 from trustbatch.rollout.records import group_to_record
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup
 from trustbatch.utils.distributed import from_rank_zero, num_ranks, this_rank
+from trustbatch.utils.files import fsync
+from trustbatch.utils.terminal import LiveLine
 
 MAX_FILE_BYTES = 5_000_000_000
 STALL_SECONDS = 600.0
-"""how long rank 0 waits for another rank that writes nothing"""
+"""how long rank 0 waits for a rank that writes nothing"""
 SECONDS_BEFORE_LINE, SECONDS_BETWEEN_LINES = 5.0, 30.0
 
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """The state after a step, which the training can no longer change."""
+    """A copy of the state after a step, independent of further training."""
 
     step: int
-    pieces: list[Piece]
+    shards: list[Shard]
     pending: list[list[RolloutGroup]]
     spare: list[RolloutGroup]
     state: dict[str, Any]
     merged: dict[str, Tensor]
-    """on rank 0, the weights into which adapters are merged; none where all weights are trained"""
+    """on rank 0, the weights with merged adapters; empty without adapters"""
 
     @property
     def name(self) -> str:
@@ -69,7 +70,7 @@ class _Snapshot:
 class Checkpointer:
     """Saves a trainer's state to `folder/step-N` and keeps the newest `keep` of them.
 
-    With several ranks each has one, made and used at the same places.
+    Every rank has one; `save` and the constructor are collective.
     """
 
     def __init__(
@@ -91,19 +92,19 @@ class Checkpointer:
         self._doing = ""
         self._buffers: dict[str, Tensor] = {}
         if this_rank() == 0:
-            for leftover in folder.glob(".*-step-*"):  # of a process killed while it wrote
+            for leftover in folder.glob(".*-step-*"):  # of a killed process
                 shutil.rmtree(leftover)
-        from_rank_zero(None)  # nobody writes before the leftovers are gone
+        from_rank_zero(None)  # no rank writes before the leftovers are deleted
 
     def save(self, loop: LoopState) -> None:
-        """Copy the state, and write it while the training goes on; waits for the one before."""
+        """Copy the state and write it in the background; waits for the previous save first."""
         self.finish()
         trainer = self.trainer
         tensors = {WEIGHTS + name: each for name, each in weights_of(trainer.policy).items()}
         tensors |= {OPTIMIZER + name: each for name, each in optimizer_state_of(trainer).items()}
         snapshot = _Snapshot(
             step=loop.step,
-            pieces=copy_pieces(tensors, self._buffers),
+            shards=copy_shards(tensors, self._buffers),
             pending=[list(batch.groups) for batch in loop.pending],
             spare=list(loop.cursor.spare),
             merged=_merged_weights(trainer.policy),
@@ -122,12 +123,12 @@ class Checkpointer:
         self._writing = self._pool.submit(self._write, snapshot)
 
     def raise_failure(self) -> None:
-        """Raise what went wrong with the last save, if that is known by now; never waits."""
+        """Raise the error of the last save, if it has ended with one; never waits."""
         if self._writing is not None and self._writing.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the last save is complete; raises what went wrong with it."""
+        """Wait until the last save is complete; raises its error."""
         if self._writing is None:
             return
         start, line = time.monotonic(), LiveLine()
@@ -144,7 +145,7 @@ class Checkpointer:
         written.result()
 
     def close(self) -> None:
-        """Wait for what is being written; on the way out another error comes first, so only say."""
+        """Wait for the last save; its error is only shown, since another one may be propagating."""
         try:
             self.finish()
         except CheckpointError as error:
@@ -154,7 +155,7 @@ class Checkpointer:
     def _write(self, snapshot: _Snapshot) -> None:
         partial = self.folder / f".writing-{snapshot.name}"
         try:
-            self._write_part(snapshot, partial)
+            self._write_shards(snapshot, partial)
             if this_rank() == 0:
                 files = self._wait_for_ranks(snapshot, partial)
                 self._complete(snapshot, partial, files)
@@ -162,24 +163,24 @@ class Checkpointer:
         except (OSError, SafetensorError) as error:
             failure = self._failure(snapshot, error)
             if num_ranks() == 1:
-                shutil.rmtree(partial, ignore_errors=True)  # a full disk is worth emptying
+                shutil.rmtree(partial, ignore_errors=True)  # frees space on a full disk
             else:
-                with contextlib.suppress(OSError):  # there may be no room for this either
-                    _tell_rank_zero(partial, {"error": str(failure)})
+                with contextlib.suppress(OSError):  # the disk may be full
+                    _notify_rank_zero(partial, {"error": str(failure)})
             raise failure from error
 
-    def _write_part(self, snapshot: _Snapshot, partial: Path) -> None:
-        """Write what this rank holds, and say so to rank 0."""
+    def _write_shards(self, snapshot: _Snapshot, partial: Path) -> None:
+        """Write this rank's shards, and notify rank 0."""
         folder = partial / TRAINER_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         files: dict[str, Any] = {}
-        for path in write_pieces(snapshot.pieces, folder, max_bytes=self.max_file_bytes):
+        for path in write_shards(snapshot.shards, folder, max_bytes=self.max_file_bytes):
             self._doing = f"{snapshot.name}: {path.name} written"
             files[str(path.relative_to(partial))] = seal(path)
-        _tell_rank_zero(partial, {"files": files})
+        _notify_rank_zero(partial, {"files": files})
 
     def _wait_for_ranks(self, snapshot: _Snapshot, partial: Path) -> dict[str, Any]:
-        """Return the files of all ranks, once all have written theirs."""
+        """Wait until all ranks have written their shards; returns their files."""
         files: dict[str, Any] = {}
         missing = set(range(num_ranks()))
         last_change, before = time.monotonic(), -1
@@ -187,21 +188,21 @@ class Checkpointer:
             for rank in sorted(missing):
                 note = _note_of(partial, rank)
                 if note.is_file():
-                    told = json.loads(note.read_text(encoding="utf-8"))
-                    if "error" in told:
-                        raise CheckpointError(f"Rank {rank}: {told['error']}")
-                    files |= told["files"]
+                    notice = json.loads(note.read_text(encoding="utf-8"))
+                    if "error" in notice:
+                        raise CheckpointError(f"Rank {rank}: {notice['error']}")
+                    files |= notice["files"]
                     note.unlink()
                     missing.remove(rank)
             names = ", ".join(str(rank) for rank in sorted(missing))
-            self._doing = f"{snapshot.name}: rank {names} still writes"
+            self._doing = f"{snapshot.name}: rank {names} is still writing"
             written = _bytes_in(partial) + len(files)
             if written != before:
                 last_change, before = time.monotonic(), written
             elif time.monotonic() - last_change > self.stall_seconds:
                 raise CheckpointError(
                     f"{self.folder / snapshot.name} was not completed: rank {names} wrote nothing "
-                    f"for {self.stall_seconds:.0f} seconds; see what it says, and check that all "
+                    f"for {self.stall_seconds:.0f} seconds; read its output, and check that all "
                     "ranks share run.folder."
                 )
             if missing:
@@ -209,10 +210,10 @@ class Checkpointer:
         return files
 
     def _complete(self, snapshot: _Snapshot, partial: Path, files: dict[str, Any]) -> None:
-        """Add what is written once, and make it a checkpoint."""
+        """Add the files that rank 0 writes alone, and rename the folder to its final name."""
         self._doing = f"{snapshot.name}: exporting the model"
         folder = partial / TRAINER_FOLDER
-        trained = _whole_weights(folder)
+        trained = _full_weights(folder)
         self.trainer.policy.save(
             partial,
             weights=snapshot.merged or trained,
@@ -231,17 +232,17 @@ class Checkpointer:
                 files[name] = seal(path)
         write_manifest(partial, files)
         for path in [path for path in partial.rglob("*") if path.is_dir()]:
-            flush(path)
-        flush(partial)
+            fsync(path)
+        fsync(partial)
         final = self.folder / snapshot.name
         if final.exists():
-            self._delete(final)  # a damaged one that was skipped at the start
+            self._delete(final)  # a damaged one that was skipped when the run resumed
         partial.rename(final)
-        flush(self.folder)
+        fsync(self.folder)
         self._delete_old(snapshot.step)
 
     def _delete_old(self, step: int) -> None:
-        """Keep the newest ones; what is beyond this step was damaged, and skipped at the start."""
+        """Keep the newest `keep`; those beyond this step are damaged ones of an earlier start."""
         checkpoints = list_checkpoints(self.folder)
         kept = [path for path in checkpoints if step_of(path) <= step][-self.keep :]
         for path in checkpoints:
@@ -249,28 +250,28 @@ class Checkpointer:
                 self._delete(path)
 
     def _delete(self, checkpoint: Path) -> None:
-        # under another name first: what is called step-N is complete at any moment
+        # renamed first, so that a folder named step-N is complete at any moment
         shutil.rmtree(checkpoint.rename(self.folder / f".deleting-{checkpoint.name}"))
 
     def _failure(self, snapshot: _Snapshot, error: Exception) -> CheckpointError:
         complete = list_checkpoints(self.folder)
         last = f"the last complete one is {complete[-1].name}" if complete else "there is no other"
         return CheckpointError(
-            f"{self.folder / snapshot.name} could not be written ({error}): make room there or "
+            f"{self.folder / snapshot.name} could not be written ({error}): free disk space or "
             f"choose another run.folder, and start again; {last}."
         )
 
 
 def _merged_weights(policy: Policy) -> dict[str, Tensor]:
-    """Copy merged weights to host memory on rank 0; the others help to gather them."""
+    """Copy merged weights to host memory on rank 0; the other ranks take part in the gathering."""
     if policy.adapters is None:
         return {}
-    keeps = this_rank() == 0
-    return {name: each.cpu() for name, each in policy.adapters.merged_state().items() if keeps}
+    is_first = this_rank() == 0
+    return {name: each.cpu() for name, each in policy.adapters.merged_state().items() if is_first}
 
 
-def _whole_weights(folder: Path) -> dict[str, Tensor]:
-    """Put the pieces of all ranks together in host memory."""
+def _full_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the full weights from the shards of all ranks, in host memory."""
     whole = {
         name: torch.empty(stored.shape, dtype=stored.dtype)
         for name, stored in list_tensors(folder).items()
@@ -280,10 +281,10 @@ def _whole_weights(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix(WEIGHTS): tensor for name, tensor in whole.items()}
 
 
-def _tell_rank_zero(partial: Path, told: dict[str, Any]) -> None:
+def _notify_rank_zero(partial: Path, notice: dict[str, Any]) -> None:
     note = _note_of(partial, this_rank())
     unfinished = note.with_suffix(".part")
-    unfinished.write_text(json.dumps(told), encoding="utf-8")
+    unfinished.write_text(json.dumps(notice), encoding="utf-8")
     unfinished.replace(note)
 
 
@@ -296,6 +297,6 @@ def _bytes_in(folder: Path) -> int:
     for path in folder.rglob("*"):
         try:
             total += path.stat().st_size
-        except FileNotFoundError:  # renamed while it was looked at
+        except FileNotFoundError:  # renamed during the scan
             continue
     return total

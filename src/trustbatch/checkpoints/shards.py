@@ -1,9 +1,9 @@
-"""Tensors on disk in pieces: each rank writes what it holds, any placement is read back.
+"""Sharded tensors on disk: each rank writes its shards, and any sharding can be read back.
 
-The files are those of torch.distributed.checkpoint's Hugging Face storage: safetensors, with the
-place of each piece in the header. Its planner says what a rank holds, and its reader gives any rank
-what it asks for. Its writer is not used: it builds each file in memory under the interpreter lock,
-so the training beside it would stand still, and it needs collective calls.
+The format is that of torch.distributed.checkpoint's Hugging Face storage: safetensors, with the
+offsets of each shard in the header. Its planner lists the shards of a rank, and its reader gives
+each rank the shards that it requests. Its writer is not used: it builds each file in memory while
+holding the interpreter lock, which would stop the training, and it needs collective calls.
 """
 
 import json
@@ -23,38 +23,38 @@ from trustbatch.utils.distributed import num_ranks, this_rank
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one rank holds of a tensor, copied to host memory."""
+class Shard:
+    """One rank's shard of a tensor, copied to host memory."""
 
     name: str
     offsets: tuple[int, ...]
-    """where the piece begins in the whole tensor"""
+    """of the shard in the whole tensor"""
     tensor: Tensor
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a folder says of a whole tensor."""
+    """Shape and dtype of a whole tensor in a folder."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def copy_pieces(tensors: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> list[Piece]:
-    """Copy to host memory what this rank has to write of plain and of distributed tensors.
+def copy_shards(tensors: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> list[Shard]:
+    """Copy the shards that this rank has to write, of plain or distributed tensors, to host memory.
 
-    The copies lie in `buffers`, which the next call uses again: getting fresh memory from the
-    system takes longer than the copying.
+    The copies are kept in `buffers`, which the next call reuses: allocating new memory takes longer
+    than the copy.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), is_coordinator=True)
-    pieces = []
+    shards = []
     for item in planner.create_local_plan().items:
-        whole, place = tensors[item.index.fqn], item.tensor_data
-        assert place is not None
-        # fewer rows than ranks leave some ranks with nothing
-        is_empty = place.chunk.sizes.numel() == 0 and whole.numel() > 0
-        if _is_ours(whole) and not is_empty:
+        whole, placed = tensors[item.index.fqn], item.tensor_data
+        assert placed is not None
+        # with fewer rows than ranks, some ranks have no shard
+        is_empty = placed.chunk.sizes.numel() == 0 and whole.numel() > 0
+        if _writes(whole) and not is_empty:
             local = planner.resolve_data(item)
             assert isinstance(local, Tensor)
             if not is_plain(local):
@@ -63,30 +63,30 @@ def copy_pieces(tensors: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> li
             if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
                 buffers[name] = torch.empty(local.shape, dtype=local.dtype, device="cpu")
             copy = buffers[name].copy_(local.detach())
-            pieces.append(Piece(name, tuple(place.chunk.offsets), copy))
-    return pieces
+            shards.append(Shard(name, tuple(placed.chunk.offsets), copy))
+    return shards
 
 
-def write_pieces(pieces: Sequence[Piece], folder: Path, *, max_bytes: int) -> Iterator[Path]:
-    """Write this rank's files, each of at most `max_bytes` or one tensor; yields those written."""
+def write_shards(shards: Sequence[Shard], folder: Path, *, max_bytes: int) -> Iterator[Path]:
+    """Write this rank's files, of at most `max_bytes` or one tensor each; yields their paths."""
     prefix = f"rank-{this_rank() + 1:05d}-of-{num_ranks():05d}"
-    for number, part in enumerate(_split(pieces, max_bytes), start=1):
+    for number, part in enumerate(_split(shards, max_bytes), start=1):
         path = folder / f"{prefix}-part-{number:05d}.safetensors"
-        places = {piece.name: {"saved_offsets": piece.offsets} for piece in part}
+        offsets = {shard.name: {"saved_offsets": shard.offsets} for shard in part}
         save_file(
-            {piece.name: piece.tensor for piece in part},
+            {shard.name: shard.tensor for shard in part},
             path,
             metadata={
                 "format": "pt",
                 "DCP_VERSION": "1.0",
-                "DCP_SHARDING_INFO": json.dumps(places),
+                "DCP_SHARDING_INFO": json.dumps(offsets),
             },
         )
         yield path
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the whole tensors whose pieces are in a folder."""
+    """Return the whole tensors whose shards are in a folder."""
     stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: StoredTensor(tuple(entry.size), entry.properties.dtype)  # type: ignore[union-attr]
@@ -95,7 +95,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_into(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill tensors, plain or distributed in any way, in place; no rank waits for another."""
+    """Fill plain or distributed tensors in place; not collective."""
     targets = dict(tensors)
     reader = HuggingFaceStorageReader(str(folder))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -107,13 +107,13 @@ def read_into(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor, or what a distributed one consists of, is made of ordinary numbers."""
+    """Whether a tensor, or the local shard of a distributed one, is not quantized."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return type(local) in (Tensor, Parameter)
 
 
-def _is_ours(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same piece."""
+def _writes(tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same shard."""
     if not isinstance(tensor, DTensor):
         return this_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
@@ -125,14 +125,14 @@ def _is_ours(tensor: Tensor) -> bool:
     )
 
 
-def _split(pieces: Sequence[Piece], max_bytes: int) -> Iterator[list[Piece]]:
-    part: list[Piece] = []
+def _split(shards: Sequence[Shard], max_bytes: int) -> Iterator[list[Shard]]:
+    part: list[Shard] = []
     num_bytes = 0
-    for piece in pieces:
-        if part and num_bytes + piece.tensor.nbytes > max_bytes:
+    for shard in shards:
+        if part and num_bytes + shard.tensor.nbytes > max_bytes:
             yield part
             part, num_bytes = [], 0
-        part.append(piece)
-        num_bytes += piece.tensor.nbytes
+        part.append(shard)
+        num_bytes += shard.tensor.nbytes
     if part:
         yield part

@@ -14,7 +14,7 @@ from trustbatch.config import Config
 from trustbatch.errors import DeadEngineError
 from trustbatch.rollout.engine import Engines
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.training.canary_reference import CanaryReference
+from trustbatch.training.canary import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
 
 OpenEngines = Callable[[Config, int], Engines]

@@ -25,7 +25,7 @@ from trustbatch.errors import EngineError
 from trustbatch.plan.demand import Demand
 from trustbatch.rollout.chunked_engine import parts_of
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.training.canary_reference import CanaryReference
+from trustbatch.training.canary import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
 
 

@@ -10,7 +10,7 @@ from trustbatch.cluster.live_status import LiveStatus
 from trustbatch.loops.producer import RolloutProducer, refuse_too_old
 from trustbatch.loops.session import Session
 from trustbatch.loops.sources import batch_generator
-from trustbatch.training.canary_reference import CanaryNotes
+from trustbatch.training.canary import CanaryRecorder
 from trustbatch.types import RolloutBatch
 from trustbatch.utils.distributed import from_rank_zero, patient_group
 
@@ -19,7 +19,7 @@ from trustbatch.utils.distributed import from_rank_zero, patient_group
 class ClusterSession(Session):
     """A session whose engines, and perhaps graders, are processes of their own."""
 
-    canary_notes: CanaryNotes
+    canary_recorder: CanaryRecorder
     """what engines are checked against when they load a version"""
     engine_pool: EnginePool | None
     """on rank 0 only"""
@@ -34,7 +34,7 @@ class ClusterSession(Session):
     def publish(self, *, version: int) -> dict[str, float]:
         """Publish the policy as a new version; engines check it when they load it."""
         every = self.config.updates_per_canary
-        reference = self.canary_notes.note(version) if every and version % every == 0 else None
+        reference = self.canary_recorder.record(version) if every and version % every == 0 else None
         if self.engine_pool is not None:
             self.engine_pool.expect(reference)
         self.engine.load_weights(self.policy.named_weights(), version=version)

@@ -10,7 +10,7 @@ import torch
 from trustbatch.cluster.direct import DirectPublisher
 from trustbatch.cluster.publications import DiskPublisher, Publisher, SharedMemoryPublisher
 from trustbatch.config import Config
-from trustbatch.models.policy import default_precision
+from trustbatch.models.loading import default_precision
 from trustbatch.plan.outline import ModelOutline
 from trustbatch.plan.published import may_wait_on_gpu, published_bytes
 

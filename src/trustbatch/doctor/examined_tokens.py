@@ -26,7 +26,6 @@ class ExaminedTokens:
     """Completions, and their T tokens laid end to end in the order of the completions."""
 
     sequences: list[TrainSequence]
-    """the advantage of each is its place in the list: batches are sorted, and this sorts back"""
     recorded: Tensor
     """[T] float64, the log-probs that came with the tokens"""
     provenance: Provenance
@@ -95,7 +94,7 @@ def sample_tokens(
                     TrainSequence(
                         prompt_token_ids=group.prompt_token_ids,
                         completion=completion,
-                        advantage=float(len(sequences)),
+                        advantage=0.0,
                     )
                 )
                 recorded.append(completion.behavior_logp.double())

@@ -62,7 +62,7 @@ def logit_rows(policy: Policy, samples: ExaminedTokens, layout: Layout) -> Itera
                 logits[rows].float(),
                 batch.target[rows],
                 batch.behavior_logp[rows],
-                batch.advantage[rows],
+                batch.order[batch.sequence[rows]],
                 None if top_ids is None else top_ids[rows],
                 None if top_logp is None else top_logp[rows],
             )

@@ -25,10 +25,10 @@ from trustbatch.evaluation.sample import sample_records
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import EvaluatedTask
 from trustbatch.models.policy import Policy
-from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.vllm.engine import require_vllm
+from trustbatch.utils.terminal import LiveLine
 
 MAX_SEQUENCES = {"cuda": 512, "cpu": 64}
 """sequences decoded at a time, unless told: the more, the more is lost in a kill"""

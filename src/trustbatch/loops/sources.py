@@ -6,7 +6,7 @@ from typing import Protocol
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.loops.generate import BatchGenerator
 from trustbatch.loops.session import Session
-from trustbatch.observe.step_status import StepStatus
+from trustbatch.observe.status import StepStatus
 from trustbatch.types import RolloutBatch
 from trustbatch.utils.distributed import from_rank_zero
 
@@ -61,7 +61,13 @@ class SyncSource:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._generator = batch_generator(session)
-        self._status = StepStatus(session.run.status, session.config, step=session.state.step)
+        self._status = StepStatus(
+            session.run.status,
+            step=session.state.step,
+            steps=session.config.training.steps,
+            buffer_room=session.config.rollout.lag,
+            engine=session.config.rollout.engine,
+        )
         self._num_tokens = 0
 
     def start(self) -> None:
@@ -72,13 +78,13 @@ class SyncSource:
         """Generate until `rollout.lag` batches wait behind the next one."""
         config, state = self.session.config, self.session.state
         num_ahead = min(config.rollout.lag, config.training.steps - state.step - 1)
-        self._status.samples()
+        self._status.generating()
         while len(state.pending) <= num_ahead:
             batch, state.cursor = self._generator.generate(self.session.engine, state.cursor)
             state.pending.append(batch)
             self._num_tokens += batch.num_tokens
         batch = state.pending.popleft()
-        self._status.trains(buffered_batches=len(state.pending))
+        self._status.training(buffered_batches=len(state.pending))
         return batch
 
     def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The main loop: generate, grade, train, publish, record."""
 
-from trustbatch.batching.samples import to_sequences
+from trustbatch.batching.sequences import to_sequences
 from trustbatch.loops.recorder import Recorder, StepTimer
 from trustbatch.loops.session import Session
 from trustbatch.loops.sources import BatchSource

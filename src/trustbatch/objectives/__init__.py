@@ -1,10 +1,10 @@
-"""The math of the policy update: pure functions of packed response tokens.
+"""The objectives of the policy update: pure functions of packed response tokens.
 
     objective = build_objective("p3o")
     totals = objective.totals(batch)       # add them over all micro-batches and ranks of a step
     output = objective(batch, totals)      # output.loss, output.metrics
 
-To add an objective, write one file with a subclass of `Objective` and name it in `OBJECTIVES`.
+To add an objective, write one file with a subclass of `Objective` and add it to `OBJECTIVES`.
 """
 
 from dataclasses import fields
@@ -46,7 +46,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def build_objective(name: str, **options: float | str) -> Objective:
-    """Build an objective by name; options are its own hyper-parameters and no others."""
+    """Build an objective by name; options are its hyperparameters."""
     if name not in OBJECTIVES:
         raise ValueError(
             f"There is no objective {name!r}{_nearest(name, OBJECTIVES)}; "

@@ -1,4 +1,4 @@
-"""What all objectives share: totals of the optimizer step, common terms, metrics, the call."""
+"""The base class of objectives: totals of an optimizer step, common loss terms and metrics."""
 
 import math
 from abc import ABC, abstractmethod
@@ -21,12 +21,12 @@ from trustbatch.objectives.metrics import (
 from trustbatch.objectives.token_batch import TokenBatch
 
 ClipKind = Literal["token", "mask", "probability", "sequence"]
-"""a range for a token's ratio, a mask by it, a bound on probabilities, a range for a sequence's"""
+"""clips the token's ratio, masks by it, bounds probabilities, or clips the sequence's ratio"""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What must be known of a whole optimizer step before any part of it can be weighed.
+    """Sums over a whole optimizer step that the loss of each micro-batch depends on.
 
     Totals add: the totals of a step are the sum over its micro-batches and ranks.
     """
@@ -35,9 +35,9 @@ class Totals:
     num_sequences: Tensor
     moments: dict[str, RatioMoments] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """float64, of any shape: whatever else adds up over the parts of a step"""
+    """float64, of any shape: other sums over the step"""
     pools: dict[str, Tensor] = field(default_factory=dict)
-    """[n] float64, in no particular order: values of which the step needs each one"""
+    """[n] float64, in no particular order: individual values of the whole step"""
 
     def per_token(self, values: Tensor) -> Tensor:
         """Return the sum of values divided by the step's number of tokens; 0 if it has none."""
@@ -48,7 +48,7 @@ class Totals:
         return values.sum() / self.num_sequences.clamp(min=1.0).to(values.dtype)
 
     def to(self, device: torch.device) -> "Totals":
-        """Move every number: what was gathered over ranks is in host memory."""
+        """Move every tensor: totals gathered over ranks are in host memory."""
         return Totals(
             num_tokens=self.num_tokens.to(device),
             num_sequences=self.num_sequences.to(device),
@@ -75,7 +75,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """The scalar to call backward on, reducible metrics, and how many tokens took part."""
+    """The loss to call backward on, metrics, and the number of measurable tokens."""
 
     loss: Tensor
     metrics: Metrics
@@ -84,7 +84,7 @@ class ObjectiveOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
-    """A loss on response tokens whose value does not depend on how the step is divided.
+    """A loss on response tokens that does not depend on how a step is split into micro-batches.
 
     With N tokens in the whole step, every objective adds to its policy loss
 
@@ -97,7 +97,7 @@ class Objective(ABC):
     needs_proximal: ClassVar[bool] = False
     """whether TokenBatch.proximal_logp must be given"""
     clips_behavior_ratio: ClassVar[ClipKind | None] = None
-    """of what it silences where r is already far from 1 on the side that A asks for, if at all"""
+    """how it drops the gradient where r is already far from 1 in the direction of A, if it does"""
 
     def __post_init__(self) -> None:
         require_number("entropy_coef", self.entropy_coef)
@@ -105,7 +105,7 @@ class Objective(ABC):
 
     @property
     def totals_need_policy(self) -> bool:
-        """Whether the totals depend on the policy's own log-probs, and so cost a pre-pass."""
+        """Whether the totals depend on the policy's log-probs, and so may need a pre-pass."""
         return False
 
     @property
@@ -115,11 +115,11 @@ class Objective(ABC):
 
     @property
     def needs_anchor(self) -> bool:
-        """Whether it pulls to the anchor, which engines then record where it differs."""
+        """Whether it uses the anchor, which engines then record where it differs."""
         return False
 
     def totals(self, batch: TokenBatch) -> Totals:
-        """Sum over the batch what the step must know as a whole; carries no gradient."""
+        """Return this batch's part of the step's totals, without gradient."""
         with torch.no_grad():
             tokens = self._measurable(batch)
             num_sequences = torch.unique(tokens.sequence).numel()
@@ -135,8 +135,8 @@ class Objective(ABC):
     def __call__(self, batch: TokenBatch, totals: Totals) -> ObjectiveOutput:
         """Return this batch's share of the step's loss, and its metrics.
 
-        Tokens whose log-ratio is not finite take no part and are counted. With no token left the
-        loss is 0 and so is its gradient.
+        Tokens whose log-ratio is not finite are left out and counted. Without any token, the loss
+        and its gradient are 0.
         """
         tokens = self._measurable(batch)
         loss, metrics = self.policy_loss(tokens, totals)
@@ -152,22 +152,22 @@ class Objective(ABC):
         return ObjectiveOutput(loss, metrics, num_tokens=len(tokens))
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
-        """Ratio moments that this objective needs of the whole step; none unless overridden."""
+        """Ratio moments that this objective needs of the whole step (default: none)."""
         return {}
 
     def sums(self, tokens: TokenBatch) -> dict[str, Tensor]:
-        """Other sums that this objective needs of the whole step, in float64; none as a rule."""
+        """Other float64 sums that this objective needs of the whole step (default: none)."""
         return {}
 
     def pools(self, tokens: TokenBatch) -> dict[str, Tensor]:
-        """Values [n] of which this objective needs each one of the whole step; none as a rule.
+        """Individual values [n] that this objective needs of the whole step (default: none).
 
-        They all travel between ranks: a sum is better wherever it says enough.
+        They are all sent between ranks, so prefer a sum where it is enough.
         """
         return {}
 
     def learning_rate_factor(self, totals: Totals) -> float:
-        """What the learning rate of this optimizer step is multiplied by."""
+        """Factor of the learning rate of this optimizer step."""
         return 1.0
 
     @abstractmethod
@@ -207,7 +207,7 @@ class Objective(ABC):
 
 
 def _added(one: dict[str, RatioMoments], other: dict[str, RatioMoments]) -> dict[str, RatioMoments]:
-    """Add by name; a part of a step may lack the NAME/SOURCE of a source that another part has."""
+    """Add by name; a part of a step may lack a NAME/SOURCE that another part has."""
     kinds = [{name.split("/")[0] for name in moments} for moments in (one, other)]
     assert kinds[0] == kinds[1], "totals of different objectives"
     both = {name: one[name] + other[name] for name in one.keys() & other.keys()}
@@ -215,7 +215,7 @@ def _added(one: dict[str, RatioMoments], other: dict[str, RatioMoments]) -> dict
 
 
 def require(value: Tensor | None, name: str, needed_by: str) -> Tensor:
-    """Return an optional field of the batch, or say who needs it."""
+    """Return an optional field of the batch, or raise an error that names what needs it."""
     if value is None:
         raise ValueError(f"{needed_by} needs TokenBatch.{name}, which is missing.")
     return value

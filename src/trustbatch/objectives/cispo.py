@@ -1,4 +1,4 @@
-"""CISPO: a score-function gradient whose importance weight is capped, not silenced."""
+"""CISPO: a score-function gradient with a capped importance weight."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from trustbatch.objectives.token_batch import TokenBatch
 class CISPO(Objective):
     """loss = -(1/N) sum sg(min(r, 1 + clip_high)) A logp.
 
-    MiniMax 2025. Like P3O's first term with a cap that is set before training.
+    MiniMax 2025. Like P3O's first term with a constant cap.
     """
 
     clip_high: float = 0.28

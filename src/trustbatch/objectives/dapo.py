@@ -1,4 +1,4 @@
-"""DAPO's loss: the clipped surrogate with more room above than below."""
+"""DAPO's loss: the clipped surrogate with a wider range above 1 than below."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""DPPO: drop tokens whose probability has moved too far, not tokens whose ratio has."""
+"""DPPO: mask tokens by the change of their probability, not by their ratio."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ from trustbatch.objectives.metrics import Mean, Metrics
 from trustbatch.objectives.token_batch import TokenBatch
 
 DIVERGENCES = ("tv", "kl")
-SMALLEST_REST = 1e-8  # what is left beside a token that is all but certain
+SMALLEST_REST = 1e-8  # the rest of the distribution where a token is almost certain
 
 
 @dataclass(frozen=True, kw_only=True)

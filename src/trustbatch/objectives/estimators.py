@@ -1,4 +1,4 @@
-"""What the objectives measure: bounded ratios, effective sample size and three KL estimates.
+"""Estimators of the objectives: bounded ratios, effective sample size and three KL estimates.
 
 Notation, for a token sampled by the behavior policy pi_b: l = logp - behavior_logp, r = exp(l).
 """
@@ -14,20 +14,20 @@ REST_FLOOR = 1e-6  # one minus a float32 sum of K probabilities is noise below t
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Limit a log-ratio to [-60, 60] in value, and let its gradient through as if it were not.
+    """Clamp the value of a log-ratio to [-60, 60], but keep its gradient everywhere.
 
-    A plain clamp has no gradient outside its range, so a policy that has run away could never be
+    A plain clamp has no gradient outside its range, so a policy that has diverged could never be
     pulled back.
     """
     inside = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # the bracket is exactly 0, whatever the size of its terms, and has the gradient of log_ratio
+    # the bracket is exactly 0 for terms of any size, and has the gradient of log_ratio
     return inside.detach() + (log_ratio - log_ratio.detach())
 
 
 def sequence_sums(values: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
     """Add up values [T] over each sequence, in float64.
 
-    Returns the sums [S], and at which of them a token's own is [T].
+    Returns the sums [S], and for each token [T] the index of its sequence's sum.
     """
     ids, place = torch.unique(sequence, return_inverse=True)
     zeros = torch.zeros(len(ids), dtype=torch.float64, device=values.device)
@@ -42,7 +42,7 @@ class RatioMoments:
     ratio_sum: Tensor
     ratio_square_sum: Tensor
     num_above: Tensor
-    """tokens with l > 60: their ratio is beyond what can be measured"""
+    """tokens with l > 60: their ratio is too large to be measured"""
     num_below: Tensor
     """tokens with l < -60: indistinguishable from ratio 0"""
 
@@ -60,7 +60,7 @@ class RatioMoments:
         )
 
     def to(self, device: torch.device) -> "RatioMoments":
-        """Move every number."""
+        """Move every tensor."""
         return RatioMoments(
             count=self.count.to(device),
             ratio_sum=self.ratio_sum.to(device),
@@ -82,14 +82,14 @@ class RatioMoments:
 def effective_sample_size(moments: RatioMoments) -> Tensor:
     """Normalized effective sample size of the ratios, e = (sum r)^2 / (N sum r^2), in [1/N, 1].
 
-    The paper's equation for ESS(B; theta). Two cases in which the formula would report trust that
-    nobody measured give the smallest possible value instead:
+    The paper's equation for ESS(B; theta). Two cases that cannot be measured, in which the formula
+    would report too large a value, give the smallest possible value instead:
 
     - a ratio above exp(60), or every ratio below exp(-60): the bound makes unequal ratios equal,
       and equal ratios would read as e = 1. The answer is 1/N.
     - no token at all: the answer is 0.
 
-    A single token gives 1 whatever its ratio, as the formula says: it has no other to differ from.
+    A single token gives 1 for any ratio, as the formula says.
     """
     count = moments.count.clamp(min=1.0)
     squares = moments.ratio_square_sum
@@ -103,8 +103,8 @@ def effective_sample_size(moments: RatioMoments) -> Tensor:
 def kl_k3(x: Tensor) -> Tensor:
     """k3(x) = x + exp(-x) - 1 with x = log pi - log anchor, as a straight line beyond |x| = 10.
 
-    Value and slope are continuous, so it stays finite and always pulls back. Under samples of pi
-    it estimates KL(pi || anchor); under samples of another policy it is biased.
+    Value and slope are continuous, so it stays finite and always has a restoring gradient. Under
+    samples of pi it estimates KL(pi || anchor); under samples of another policy it is biased.
     """
     inside = x.clamp(-K3_LINEAR_BEYOND, K3_LINEAR_BEYOND)
     slope_at_edge = 1.0 - (-inside).exp()

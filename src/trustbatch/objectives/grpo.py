@@ -18,7 +18,7 @@ class GRPO(Objective):
 
     Shao et al. 2024; the paper's equation for PPO, with the ratio taken to the behavior policy.
     Differences from the original: the mean is over all tokens of the step, not over sequences
-    first, and the reference KL is off unless asked for.
+    first, and the reference KL is off by default.
     """
 
     clip_low: float = 0.2
@@ -46,5 +46,5 @@ def clipped_surrogate(
     """Return min(r A, clip(r) A), elementwise, and the fraction of elements without gradient."""
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     surrogate = torch.minimum(ratio * advantage, clipped * advantage)
-    silenced = (clipped * advantage < ratio * advantage).detach().float()
-    return surrogate, {"ratio/clipped_fraction": Mean.of(silenced)}
+    dropped = (clipped * advantage < ratio * advantage).detach().float()
+    return surrogate, {"ratio/clipped_fraction": Mean.of(dropped)}

@@ -1,4 +1,4 @@
-"""GRPO with importance sampling: the surrogate, times a weight for what the sampler did."""
+"""GRPO with importance sampling: the surrogate times a correction for the sampler."""
 
 from dataclasses import dataclass
 from typing import ClassVar

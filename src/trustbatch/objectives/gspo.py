@@ -1,4 +1,4 @@
-"""GSPO: the clipped surrogate with one ratio a sequence."""
+"""GSPO: the clipped surrogate with one ratio per sequence."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""M2PO: drop the tokens furthest from the data until the rest is near it on average."""
+"""M2PO: mask the tokens with the largest squared log-ratios until the mean is low enough."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,8 +17,8 @@ class M2PO(Objective):
     """loss = -(1/N) sum M r A.
 
     Of the tokens that PPO could clip (A > 0 and r > 1, or A < 0 and r < 1) those with the largest
-    (log r)^2 have M = 0, as many as must go for the mean of (log r)^2 over the others of them to be
-    at most `threshold`. Zheng et al. 2025, Algorithm 1 and equation 5. The mean is over the whole
+    (log r)^2 have M = 0, as many as necessary for the mean of (log r)^2 over the rest to be at most
+    `threshold`. Zheng et al. 2025, Algorithm 1 and equation 5. The mean is over the whole
     optimizer step.
     """
 
@@ -32,11 +32,11 @@ class M2PO(Objective):
 
     @property
     def totals_need_policy(self) -> bool:
-        """Which tokens go is known only when all are."""
+        """Which tokens are masked depends on all tokens of the step."""
         return True
 
     def pools(self, tokens: TokenBatch) -> dict[str, Tensor]:
-        """The squared log-ratios of the tokens that may be dropped."""
+        """The squared log-ratios of the tokens that may be masked."""
         second_moment, may_drop = self._second_moments(tokens)
         return {"second_moment": second_moment[may_drop]}
 
@@ -56,14 +56,14 @@ class M2PO(Objective):
 
 
 def largest_to_keep(values: Tensor, mean: float) -> Tensor:
-    """Return the limit below which values >= 0 stay when the largest go until their mean is low.
+    """Return the limit below which values >= 0 are kept, so that their mean is at most `mean`.
 
-    It lies half-way between the last that stays and the first that goes: a value that a second
-    forward pass gives with another rounding is on the same side. Of equal values all go.
+    It is half-way between the last kept and the first dropped value, so that a second forward pass
+    with other rounding gives the same result. Of equal values, all are dropped.
     """
     ordered = values.sort().values
     count = torch.arange(1, len(ordered) + 1, dtype=ordered.dtype, device=ordered.device)
-    # the mean of the smallest grows with their number, so that those which may stay come first
+    # the mean of the smallest values grows with their number
     num_kept = (ordered.cumsum(0) / count <= mean).sum()
     around = torch.cat([ordered.new_zeros(1), ordered, ordered.new_full((1,), torch.inf)])
     return (around[num_kept] + around[num_kept + 1]) / 2

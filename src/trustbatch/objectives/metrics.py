@@ -1,6 +1,6 @@
-"""Named values that can be reduced: over micro-batches and ranks first, then over optimizer steps.
+"""Metrics that can be reduced: over micro-batches and ranks first, then over optimizer steps.
 
-A metric states by its type how it is combined, so nothing depends on how a name is spelled.
+The type of a metric defines how it is combined, so nothing depends on its name.
 """
 
 import math
@@ -15,19 +15,19 @@ from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
 
 
 class Metric(Protocol):
-    """What the trainer needs of a metric."""
+    """The interface of a metric."""
 
     def merge(self, other: Self) -> Self:
         """Combine the parts of one optimizer step."""
         ...
 
     def values(self, name: str) -> dict[str, float]:
-        """Return the finished numbers under their full names."""
+        """Return the final numbers by their full names."""
         ...
 
     @staticmethod
     def over_steps(values: Sequence[float]) -> float:
-        """Combine the finished numbers of several optimizer steps."""
+        """Combine the final numbers of several optimizer steps."""
         ...
 
 
@@ -45,7 +45,7 @@ def _add_up(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum and the number of things summed."""
+    """An average, as a sum and a count."""
 
     total: Tensor
     count: Tensor
@@ -62,14 +62,14 @@ class Mean:
         return Mean(self.total + other.total, self.count + other.count)
 
     def values(self, name: str) -> dict[str, float]:
-        """Return the average, or nothing where nothing was summed."""
+        """Return the average, or nothing where the count is 0."""
         count = float(self.count)
         return {name: float(self.total) / count} if count else {}
 
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a whole that is known beforehand, such as a loss: micro-batches add up to it."""
+    """A micro-batch's part of a value, such as the loss of a step: the parts add up to it."""
 
     part: Tensor
     over_steps = staticmethod(_average)
@@ -79,13 +79,13 @@ class Share:
         return Share(self.part + other.part)
 
     def values(self, name: str) -> dict[str, float]:
-        """Return the whole."""
+        """Return the sum of the parts."""
         return {name: float(self.part)}
 
 
 @dataclass(frozen=True)
 class Count:
-    """A number of things, added up over everything."""
+    """A count, added up over micro-batches, ranks and optimizer steps."""
 
     number: Tensor
     over_steps = staticmethod(_add_up)
@@ -117,25 +117,36 @@ class Max:
 
 
 @dataclass(frozen=True)
-class EffectiveSampleSize:
-    """Normalized effective sample size e, with 1 - e beside it for a logarithmic axis."""
+class OneMinusEss:
+    """1 - e with the normalized effective sample size e of pooled ratios."""
 
     moments: RatioMoments
     over_steps = staticmethod(_average)
 
-    def merge(self, other: "EffectiveSampleSize") -> "EffectiveSampleSize":
+    def merge(self, other: Self) -> Self:
         """Pool the ratios of two batches."""
-        return EffectiveSampleSize(self.moments + other.moments)
+        return type(self)(self.moments + other.moments)
 
     def values(self, name: str) -> dict[str, float]:
-        """Return e and 1 - e."""
+        """Return 1 - e, or nothing where there is no token."""
+        if not float(self.moments.count):
+            return {}
+        return {name: 1.0 - float(effective_sample_size(self.moments))}
+
+
+@dataclass(frozen=True)
+class EffectiveSampleSize(OneMinusEss):
+    """Normalized effective sample size e of a step, with 1 - e for a logarithmic axis."""
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return e and 1 - e; without any token e is 0."""
         ess = float(effective_sample_size(self.moments))
         return {name: ess, f"one_minus_{name}": 1.0 - ess}
 
 
 @dataclass(frozen=True)
 class RatioQuantiles:
-    """Quantiles and mean of the policy ratios; exact, as it keeps the log-ratios."""
+    """Exact quantiles and mean of the policy ratios: it keeps all log-ratios."""
 
     log_ratios: tuple[Tensor, ...]
     over_steps = staticmethod(_average)
@@ -172,7 +183,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def average_over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Finish the metrics of several optimizer steps and combine them into one line of numbers."""
+    """Compute the metrics of several optimizer steps and combine them into one set of numbers."""
     collected: dict[str, list[float]] = {}
     rules: dict[str, type[Metric]] = {}
     for metrics in steps:

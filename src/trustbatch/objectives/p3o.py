@@ -1,4 +1,4 @@
-"""P3O: one measured number caps the score-function weight and sets the pull back to the data."""
+"""P3O: the effective sample size caps the score-function weight and sets the weight of the KL."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class P3O(Objective):
     """loss = (1/N) sum [ -sg(min(r, e)) A logp + (1 - e) KL(pi || anchor) ].
 
     e = sg((sum r)^2 / (N sum r^2)) is the normalized effective sample size of the ratios to what
-    was really sampled from. Fakoor et al., the paper's equation for L_P3O and its Algorithm 2.
+    was actually sampled from. Fakoor et al., the paper's equation for L_P3O and its Algorithm 2.
     Differences from the paper: the anchor is the *model* that sampled the token, before temperature
     and truncation (`anchor="sampler"` takes the tempered, truncated one, as the text says); e is
     taken over the whole optimizer step (`ess_scope="micro_batch"` takes it per micro-batch, as
@@ -46,7 +46,7 @@ class P3O(Objective):
 
     @property
     def totals_need_policy(self) -> bool:
-        """Only an ESS over the whole step has to be known before the first backward pass."""
+        """An ESS over the whole step must be known before the first backward pass."""
         return self.ess_scope == "step"
 
     @property
@@ -56,7 +56,7 @@ class P3O(Objective):
 
     @property
     def needs_anchor(self) -> bool:
-        """Only a pull to the model looks beyond what was sampled from."""
+        """Only the KL to the model needs more than the sampling distribution."""
         return self.anchor == "model" and self.kl != "none"
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
@@ -71,7 +71,7 @@ class P3O(Objective):
         return self.capped_loss(tokens, totals, ess, kl)
 
     def anchor_of(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probs [T] and [T, K] of what `anchor` names."""
+        """Return the log-probs [T] and [T, K] of the anchor that the option `anchor` names."""
         anchor = model_anchor if self.anchor == "model" else sampler_anchor
         return anchor(self.kl, tokens)
 
@@ -90,7 +90,7 @@ class P3O(Objective):
         loss = totals.per_token(score + distrust * kl)
         return loss, {
             "kl/penalty": Mean.of(kl),
-            # on-policy the cap is 1 and ratios are 1 up to rounding: that is not cutting
+            # on-policy, cap and ratios are 1 up to rounding, which does not count as capped
             "ratio/capped_fraction": Mean.of((ratio > cap * (1.0 + 1e-5)).float()),
             "weight/cap": Mean.of(ess.expand(ratio.shape)),
         }
@@ -102,7 +102,7 @@ def sampler_anchor(kl: str, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
 
 
 def model_anchor(kl: str, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
-    """Return those of the model that sampled; engines record them only where they differ."""
+    """Return those of the model before temperature and truncation; recorded where they differ."""
     if tokens.anchor_logp is None:
         return sampler_anchor(kl, tokens)
     return tokens.anchor_logp, _top(kl, tokens.anchor_top_logp, "anchor_top_logp")
@@ -115,7 +115,7 @@ def _top(kl: str, top_logp: Tensor | None, name: str) -> Tensor | None:
 def kl_to(
     kl: str, tokens: TokenBatch, anchor_logp: Tensor, anchor_top_logp: Tensor | None
 ) -> Tensor:
-    """Measure KL(pi || anchor) at each token, [T], in the way that `kl` names."""
+    """Return KL(pi || anchor) at each token [T], by the estimator that `kl` names."""
     if kl == "none":
         return torch.zeros_like(tokens.logp)
     if kl == "top_k":

@@ -1,4 +1,4 @@
-"""PACT: proximal anchor, capped trust. P3O whose pull is as strong as the batch is uncertain."""
+"""PACT: proximal anchor, capped trust. P3O with a KL weight from the batch's uncertainty."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,21 +22,21 @@ class PACT(Objective):
     """loss = (1/N) sum [ -sg(min(r, e_s)) A logp + (1 - e_s) KL(pi || model) + c KL(pi || prox) ].
 
     e_s is the effective sample size of the ratios of the tokens that the same source (policy and
-    version) sampled, `model` who sampled the token, before temperature and truncation, and c the
-    standard error of the advantage among the sequences that the batch can still speak for:
+    version) sampled, `model` the model that sampled the token, before temperature and truncation,
+    and c the standard error of the advantage over the effective number of sequences:
 
         c = rms(A) min(1, n_eff^(-1/2)),   n_eff = n (s e_prox)^(tokens per sequence)
 
     with n sequences in the step, e_prox the effective sample size of pi under prox and s = m / m_0
-    the share of prox's mass on the data's support that pi has kept, m = E[pi / pi_b] and
-    m_0 = E[prox / pi_b]. For ablations, `anchor="proximal"` leaves the pull to the model out, and
-    `anchor="model"` puts the model in the place of prox.
+    the fraction of prox's mass on the data's support that pi has kept, m = E[pi / pi_b] and
+    m_0 = E[prox / pi_b]. For ablations, `anchor="proximal"` omits the KL to the model, and
+    `anchor="model"` replaces prox by the model.
     """
 
     kl: str = "importance"
     anchor: str = "both"
     pull: str | float = "standard_error"
-    """how c is measured, or a number as a control"""
+    """how c is computed, or a constant for ablations"""
 
     needs_proximal: ClassVar[bool] = True
 
@@ -51,7 +51,7 @@ class PACT(Objective):
 
     @property
     def totals_need_policy(self) -> bool:
-        """Trust is measured before the first backward pass of a step."""
+        """The ESS must be known before the first backward pass of a step."""
         return True
 
     @property
@@ -61,7 +61,7 @@ class PACT(Objective):
 
     @property
     def needs_anchor(self) -> bool:
-        """Only a pull to the model needs what the engine knows of it."""
+        """Only the KL to the model needs the model's log-probs from the engine."""
         return self.anchor != "proximal" and self.kl != "none"
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
@@ -74,7 +74,7 @@ class PACT(Objective):
         }
 
     def sums(self, tokens: TokenBatch) -> dict[str, Tensor]:
-        """Squares of sequences' advantages, and what the drift from the anchor is measured by."""
+        """Squared advantages of sequences, and the sums that measure the drift from the anchor."""
         anchor = self._anchor(tokens)
         policy = bounded((tokens.logp.detach() - tokens.behavior_logp).double())
         trusted = bounded((anchor - tokens.behavior_logp).double())
@@ -90,7 +90,7 @@ class PACT(Objective):
         }
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        """Return the capped score-function loss and the pull to the anchor."""
+        """Return the capped score-function loss and the KL to the anchor."""
         ratio = bounded(tokens.logp.detach() - tokens.behavior_logp).exp()
         ess = _ess_of_source(tokens, totals)
         # 1 - e is taken in float64, as in P3O
@@ -141,13 +141,13 @@ def _proximal_ess(totals: Totals) -> Tensor:
 
 
 def _support(totals: Totals) -> Tensor:
-    """Return s: e is blind to mass that leaves the support, as all ratios fall alike."""
+    """Return s: e does not show mass that leaves the support, since all ratios fall alike."""
     mass = totals.sums["policy_mass"] / totals.sums["proximal_mass"].clamp(min=TINY)
     return mass.clamp(max=1.0)
 
 
 def _num_trusted(totals: Totals) -> Tensor:
-    """Return n_eff: so many sequences of the policy as it is now the batch can speak for."""
+    """Return n_eff: the effective number of sequences of the batch under the current policy."""
     sequences = totals.num_sequences.clamp(min=1.0)
     per_token = _proximal_ess(totals) * _support(totals)
     return sequences * per_token ** (totals.num_tokens / sequences)

@@ -1,4 +1,4 @@
-"""REINFORCE: the score-function gradient, which takes every token as sampled by the policy itself."""
+"""REINFORCE: the score-function gradient, which treats every token as on-policy."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from trustbatch.objectives.token_batch import TokenBatch
 class Reinforce(Objective):
     """loss = -(1/N) sum A logp.
 
-    Williams 1992; the paper's equation for the policy gradient. It does not look at the behavior
-    policy at all, so it is right on-policy only.
+    Williams 1992; the paper's equation for the policy gradient. It ignores the behavior policy, so
+    it is correct on-policy only.
     """
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:

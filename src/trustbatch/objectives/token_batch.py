@@ -1,4 +1,4 @@
-"""The input of every objective: response tokens of any number of sequences, laid end to end."""
+"""The input of every objective: the packed response tokens of any number of sequences."""
 
 from dataclasses import dataclass, fields
 
@@ -30,18 +30,18 @@ class TokenBatch:
     reference_logp: Tensor | None = None
     """[T] log-probability under a frozen reference policy."""
     entropy: Tensor | None = None
-    """[T] entropy of the policy at each position; carries gradient when it is to be rewarded."""
+    """[T] entropy of the policy at each position; carries gradient if the loss depends on it."""
     top_logp: Tensor | None = None
     """[T, K] policy's log-probabilities of the engine's K most likely tokens; carries gradient."""
     behavior_top_logp: Tensor | None = None
     """[T, K] the engine's own log-probabilities of those tokens."""
     anchor_logp: Tensor | None = None
-    """[T] log-probability under the policy that sampled the token, before temperature, top-k and top-p
-    and at the temperature of the policy being optimized; None: the same as `behavior_logp`."""
+    """[T] log-probability under the policy that sampled the token, before temperature, top-k and
+    top-p, at the temperature of the policy being optimized; None: the same as `behavior_logp`."""
     anchor_top_logp: Tensor | None = None
     """[T, K] likewise of the engine's K most likely tokens."""
     source: Tensor | None = None
-    """[T] integer: tokens of one policy and version have the same, throughout the step."""
+    """[T] integer id of the token's pair of policy and version, unique within the step."""
     proximal_top_logp: Tensor | None = None
     """[T, K] the proximal policy's log-probabilities of those tokens."""
 
@@ -76,7 +76,7 @@ class TokenBatch:
         return self.logp.shape[0]
 
     def select(self, index: Tensor) -> "TokenBatch":
-        """Return the tokens that a boolean mask or an integer index picks, in that order.
+        """Return the tokens selected by a boolean mask or an integer index, in that order.
 
         Only the policy's own fields keep their gradient: everything else is data.
         """
@@ -90,7 +90,7 @@ class TokenBatch:
     def measurable(self, *anchors: Tensor | None) -> Tensor:
         """[T] bool: tokens at which the policy can be compared with the behavior and all anchors.
 
-        Log-ratios must be finite; an anchor [T, K] may have -inf, which means outside its support.
+        Log-ratios must be finite; an anchor [T, K] may contain -inf: outside its support.
         """
         finite = torch.isfinite(self.logp.detach() - self.behavior_logp)
         for anchor in anchors:

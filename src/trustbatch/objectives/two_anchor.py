@@ -1,4 +1,4 @@
-"""Two-anchor P3O: pulls toward a mixture of the behavior policy and a proximal snapshot."""
+"""Two-anchor P3O: the KL is to a mixture of the behavior policy and a proximal snapshot."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,7 +18,7 @@ class TwoAnchor(P3O):
     """P3O with e = min(e_b, e_prox) and a KL toward an ESS-weighted mixture of both anchors.
 
     mix = ((1 - e_b) anchor + (1 - e_prox) pi_prox) / ((1 - e_b) + (1 - e_prox)), where `anchor` is
-    what the option of that name says. The paper's appendix "Two-anchor extension of P3O". Where
+    the option of that name. The paper's appendix "Two-anchor extension of P3O". Where
     both weights vanish the KL term does too, since its factor 1 - e is then 0.
     """
 
@@ -36,7 +36,7 @@ class TwoAnchor(P3O):
         ess_behavior = effective_sample_size(moments["behavior"])
         ess_proximal = effective_sample_size(moments["proximal"])
         distrust = (1.0 - ess_behavior) + (1.0 - ess_proximal)
-        # with no distrust at all the weight is arbitrary: the KL is multiplied by 0
+        # if both are 0 the share is arbitrary, since the KL is multiplied by 0
         share = torch.where(distrust > 0, (1.0 - ess_behavior) / distrust.clamp(min=1e-300), 1.0)
         proximal = require(tokens.proximal_logp, "proximal_logp", "two_anchor").detach()
         sampled_by, sampled_by_top = self.anchor_of(tokens)

@@ -1,4 +1,4 @@
-"""VCPO: sequence weights, and a learning rate that falls with their effective sample size."""
+"""VCPO: sequence weights, and a learning rate scaled by their effective sample size."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class VCPO(Objective):
 
     @property
     def totals_need_policy(self) -> bool:
-        """The learning rate itself could wait, but its metric is reported with each part."""
+        """Every micro-batch reports the factor of the learning rate."""
         return True
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:

@@ -1,4 +1,4 @@
-"""VESPO: a smooth weight of the sequence's ratio, largest near 1 and small on both sides."""
+"""VESPO: a smooth weight of the sequence's ratio, largest near 1."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class VESPO(Objective):
         log_ratio = tokens.logp.detach() - tokens.behavior_logp
         of_sequence, place = sequence_sums(log_ratio, tokens.sequence)
         log_w = bounded(of_sequence)[place]
-        # one exponential at the end: w^k alone may overflow where the product is 0
+        # a single exponential at the end, since w^k alone may overflow where the product is 0
         log_weight = torch.where(
             tokens.advantage >= 0,
             self.k_positive * log_w + self.lambda_positive * (1.0 - log_w.exp()),

@@ -1,1 +1,1 @@
-"""What a person sees: metrics, progress, reports."""
+"""What a user sees of a run: metrics, progress, status, run folder, reports."""

@@ -1,7 +1,7 @@
-"""Line and band charts as inline SVG, drawn without any dependency.
+"""Line and band charts as inline SVG, without any dependency.
 
 Colors and dashes are classes (`c0`..`c7`, `d0`..`d2`) that the page's stylesheet resolves, so that
-one drawing serves the light and the dark theme.  A curve is one `<path>`: a gap in the data is a
+one drawing works in the light and the dark theme.  A curve is one `<path>`: a gap in the data is a
 new sub-path, never an interpolated line.
 """
 
@@ -40,7 +40,7 @@ class Axis:
     log: bool = False
     clamped: bool = False
     name: str = "step"
-    """of what is counted, on a horizontal axis"""
+    """label of a horizontal axis"""
 
     def fraction(self, value: float) -> float:
         """Return where `value` lies between low (0) and high (1), held inside the axis."""
@@ -66,7 +66,7 @@ class Curve:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     marked: bool = False
-    """a dot on every point: there is nothing between them"""
+    """draws a dot on every point"""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def linear_axis(values: Iterable[float], *, zero: bool = False, parts: int = 5) 
     low, high = _extent(values, (0.0, 1.0))
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    # A constant curve needs some room, and differences below float noise are no differences.
+    # A constant curve needs some height, also if it differs by rounding only.
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         pad = abs(high) / 2 or 1.0
         low, high = (low - pad if low else 0.0), high + pad
@@ -145,10 +145,10 @@ def step_axis(steps: Iterable[float], parts: int = 6, name: str = "step") -> Axi
 def log_axis(
     values: Iterable[float], *, floor: float = LOG_FLOOR, ceiling: float = 1 / LOG_FLOOR
 ) -> Axis:
-    """Return a logarithmic axis; what is zero, negative or beyond the limits sits on its edge.
+    """Return a logarithmic axis; values that are zero, negative or beyond the limits are clamped.
 
-    The lower edge follows the data: where something has to be clamped, it lies one decade under
-    the smallest positive value, but never under `floor`.
+    The lower limit follows the data: if values are clamped, it is one decade below the smallest
+    positive value, but never below `floor`.
     """
     data = [value for value in values if math.isfinite(value)]
     positive = [min(max(value, floor), ceiling) for value in data if value > 0]
@@ -169,7 +169,7 @@ def log_axis(
 
 
 def _narrow_log_axis(low: float, high: float) -> Axis:
-    """Return a log axis of about one decade: powers of ten alone would leave it bare."""
+    """Return a log axis of about one decade, where powers of ten alone are too few ticks."""
     start = math.floor(math.log10(low)) - 1
     marks = [factor * 10.0**power for power in range(start, start + 5) for factor in (1, 2, 5)]
     below = max(mark for mark in marks if mark <= low * (1 + 1e-9))
@@ -182,7 +182,7 @@ def _narrow_log_axis(low: float, high: float) -> Axis:
 
 
 def number_label(value: float, step: float) -> str:
-    """Write a tick with just the decimals that its distance to the next tick needs."""
+    """Format a tick with as many decimals as the distance between ticks needs."""
     if value == 0:
         return "0"
     if abs(value) >= 1e6 or step < 1e-4:
@@ -192,22 +192,22 @@ def number_label(value: float, step: float) -> str:
 
 
 def power_label(power: int) -> str:
-    """Write a power of ten with a raised exponent."""
+    """Format a power of ten with a superscript exponent."""
     return "10" + str(power).translate(_SUPERSCRIPT)
 
 
 def thin(
     steps: Sequence[float], values: Sequence[float], limit: int = MAX_POINTS
 ) -> tuple[list[float], list[float]]:
-    """Keep at most `limit` points: both ends, and the extremes of every stretch between.
+    """Keep at most `limit` points: both ends, and the extremes of every interval between.
 
-    Extremes, not every n-th point, because a spike that vanishes is the one worth seeing.
+    Extremes instead of every n-th point, so that no spike vanishes.
     """
     count = len(steps)
     if count <= limit:
         return list(steps), list(values)
     kept = {0, count - 1}
-    for start, end in _stretches(1, count - 1, (limit - 2) // 2):
+    for start, end in _intervals(1, count - 1, (limit - 2) // 2):
         finite = [index for index in range(start, end) if math.isfinite(values[index])]
         kept.update(
             {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
@@ -230,7 +230,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def style_classes(run: int) -> str:
-    """Return the color and dash classes of a run; together they tell 24 runs apart."""
+    """Return the color and dash classes of a run; they distinguish 24 runs."""
     return f"c{run % COLORS} d{run // COLORS % DASHES}"
 
 
@@ -251,7 +251,7 @@ def line_chart(curves: Sequence[Curve], x: Axis, y: Axis, frame: Frame, label: s
         if curve.marked:
             line += _path("dots", *_apart(*points), x, y, frame)
         lines += _series(curve.run, curve.label, line)
-    # All ghosts lie behind all lines, so that no run's noise covers another's curve.
+    # All ghosts are behind all lines, so that no run's noise covers another's curve.
     return _svg(frame, x, y, label, ghosts + lines)
 
 
@@ -271,7 +271,7 @@ def band_chart(band: Band, x: Axis, y: Axis, frame: Frame, label: str) -> str:
 
 
 def legend(entries: Sequence[tuple[int, str]], *, fold: bool = False) -> str:
-    """Return the list of runs in a chart, each beside a sample of its line.
+    """Return the list of runs in a chart, each with a swatch of its line.
 
     `fold` hides a list of more runs than there are colors until the reader opens it.
     """
@@ -287,7 +287,7 @@ def legend(entries: Sequence[tuple[int, str]], *, fold: bool = False) -> str:
 
 
 def swatch(run: int) -> str:
-    """Return a short sample of a run's line."""
+    """Return a short piece of a run's line, for a legend."""
     return (
         f'<svg class="swatch {style_classes(run)}" viewBox="0 0 26 8" aria-hidden="true">'
         '<line class="line" x1="2" x2="24" y1="4" y2="4"/></svg>'
@@ -299,13 +299,13 @@ def _extent(values: Iterable[float], default: tuple[float, float]) -> tuple[floa
     return (min(finite), max(finite)) if finite else default
 
 
-def _stretches(start: int, end: int, parts: int) -> list[tuple[int, int]]:
+def _intervals(start: int, end: int, parts: int) -> list[tuple[int, int]]:
     edges = [start + (end - start) * part // parts for part in range(parts + 1)]
     return [(left, right) for left, right in pairwise(edges) if left < right]
 
 
 def _thin_band(band: Band) -> tuple[list[float], list[list[float]]]:
-    """Thin five curves at the same steps, widening the bands rather than hiding a spike."""
+    """Thin five curves at the same steps; bands are widened so that no spike is hidden."""
     gaps = [not all(map(math.isfinite, row)) for row in zip(*band.quantiles, strict=True)]
     cut = [
         [math.nan if gap else value for gap, value in zip(gaps, curve, strict=True)]
@@ -315,7 +315,7 @@ def _thin_band(band: Band) -> tuple[list[float], list[list[float]]]:
         return list(band.steps), cut
     steps: list[float] = []
     result: list[list[float]] = [[] for _ in cut]
-    for start, end in _stretches(0, len(band.steps), MAX_BAND_POINTS):
+    for start, end in _intervals(0, len(band.steps), MAX_BAND_POINTS):
         steps.append(band.steps[(start + end - 1) // 2])
         for place, curve in enumerate(cut):
             finite = sorted(value for value in curve[start:end] if math.isfinite(value))
@@ -352,7 +352,7 @@ def _path(
     kind: str, steps: Sequence[float], values: Sequence[float], x: Axis, y: Axis, frame: Frame
 ) -> str:
     parts = _runs_of_points(steps, values, x, y, frame)
-    # A lone point is a stroke of almost no length: its round caps make it a visible dot.
+    # A single point is a very short stroke: its round caps make it a visible dot.
     drawn = "".join(
         f"M{part[0]}" + (f"L{' '.join(part[1:])}" if len(part) > 1 else "h.1") for part in parts
     )
@@ -360,7 +360,7 @@ def _path(
 
 
 def _apart(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Put a gap behind every point, so that each is drawn alone."""
+    """Put a gap after every point, so that each is drawn separately."""
     spread_steps = [step for step in steps for _ in range(2)]
     return spread_steps, [each for value in values for each in (value, math.nan)]
 

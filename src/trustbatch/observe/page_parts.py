@@ -1,7 +1,7 @@
-"""What all pages are made of: the shell with its policy, and values as text that stays text.
+"""Parts of all HTML pages: the page with its content security policy, and escaped values.
 
-Text that came from a run (names, prompts, completions, configuration, errors) passes through `text`
-before it reaches a page.
+Text from a run (names, prompts, completions, configuration, errors) must pass through `text` before
+it reaches a page.
 """
 
 import json
@@ -26,10 +26,10 @@ _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not 
 def html_page(
     *, title: str, header: str, sections: Sequence[str], style: str = "", is_live: bool = True
 ) -> str:
-    """Return a page that holds everything and may ask the network for nothing.
+    """Return a self-contained page that may not access the network.
 
     `title` is text, `header` and `sections` are HTML, `style` is added to the stylesheet; only a
-    live page may run the script that shows values under the pointer.
+    live page may run the script that shows values on hover.
     """
     policy = POLICY.format(scripts="script-src 'unsafe-inline'; " if is_live else "")
     script = f"<script>\n{asset('report.js')}</script>\n" if is_live else ""
@@ -54,17 +54,17 @@ def asset(name: str, package: str = "trustbatch.observe") -> str:
 
 
 def as_bytes(page: str) -> bytes:
-    """Encode a page; a completion may hold half a surrogate pair, which no encoding can write."""
+    """Encode a page; a completion may contain a lone surrogate, which UTF-8 can't encode."""
     return page.encode("utf-8", errors="replace")
 
 
 def text(value: object) -> str:
-    """Return any value as text that HTML shows and never interprets."""
+    """Return any value as escaped text."""
     return escape(str(value).translate(_CONTROL_PICTURES))
 
 
 def figure(value: object) -> str:
-    """Write a number with four significant digits, or a dash where there is none."""
+    """Format a number with four significant digits; a dash for anything else."""
     found = number(value)
     if not math.isfinite(found):
         return DASH
@@ -74,7 +74,7 @@ def figure(value: object) -> str:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return the leaves of nested tables as dotted keys and written values."""
+    """Return the leaves of nested tables as dotted keys and formatted values."""
     leaves: list[tuple[str, str]] = []
     for key, value in values.items():
         if isinstance(value, dict):
@@ -86,7 +86,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def settings_block(config_text: str, environment: dict[str, Any]) -> str:
-    """Return a run's configuration beside its environment."""
+    """Return a run's configuration next to its environment."""
     config = f"<pre>{text(config_text)}</pre>" if config_text else "<p>Not recorded.</p>"
     rows = "".join(
         f'<tr><th scope="row">{text(key)}</th><td>{text(value)}</td></tr>'
@@ -100,10 +100,10 @@ def settings_block(config_text: str, environment: dict[str, Any]) -> str:
 
 
 def details(curve: int, name: str, inner: str) -> str:
-    """Return a part that opens on a click, under the name and the color of a curve."""
+    """Return a part that opens on a click, with the name and the color of a curve."""
     return f"<details><summary>{swatch(curve)}<span>{text(name)}</span></summary>{inner}</details>"
 
 
 def numeric(is_number: bool) -> str:
-    """Return the class of a cell that holds a number."""
+    """Return the class attribute of a table cell with a number."""
     return ' class="number"' if is_number else ""

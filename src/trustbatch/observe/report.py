@@ -1,7 +1,7 @@
-"""The run report: one HTML file that holds everything and asks the network for nothing.
+"""The run report: one self-contained HTML file.
 
-Text that came from a run (names, prompts, completions, configuration) passes through `text`
-before it reaches the page.
+Text from a run (names, prompts, completions, configuration) must pass through `text` before it
+reaches the page.
 """
 
 import math
@@ -30,9 +30,9 @@ LONGEST_TEXT = 4000
 _WARNING_COUNTS = {
     "tokens/nonfinite": "non-finite tokens",
     "steps/skipped": "skipped steps",
-    "dynamic/groups_missing": "places filled with groups of equal rewards",
+    "dynamic/groups_missing": "batch slots filled with groups of equal rewards",
     "reward/failed": "completions whose grader failed",
-    "reward/timed_out": "completions whose grader took too long",
+    "reward/timed_out": "completions whose grader timed out",
     "reward/out_of_memory": "completions whose grader ran out of memory",
     "cluster/engine_restarts": "restarted engines",
     "cluster/reward_restarts": "restarted reward workers",
@@ -67,7 +67,7 @@ def write_report(run_folders: Sequence[Path], output: Path) -> Path:
     output = Path(output)
     if output.is_dir():
         raise ConfigError(
-            f"The report cannot be written to {output}, which is a folder: name a file in it."
+            f"The report cannot be written to {output}, which is a folder: give a file name in it."
         )
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(as_bytes(page))
@@ -75,7 +75,7 @@ def write_report(run_folders: Sequence[Path], output: Path) -> Path:
 
 
 def render_report(runs: Sequence[Run]) -> str:
-    """Return the page for runs that were already read."""
+    """Return the page of runs."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     has_engines = any(run.engines for run in runs)
     engines_link = '<a href="#engines">Engines</a>' if has_engines else ""
@@ -95,13 +95,13 @@ def render_report(runs: Sequence[Run]) -> str:
 
 
 def final_mean(values: Sequence[float]) -> float:
-    """Return the mean of the last tenth of a metric, at least one step; NaN where none counts."""
+    """Return the mean of the finite values in the last tenth of a metric, at least one step."""
     tail = values[-max(1, len(values) // 10) :]
     return _mean(tail)
 
 
 def notes(run: Run) -> list[str]:
-    """Return what a reader should know before trusting the run's numbers."""
+    """Return warnings about the run: missing steps, failures and unreadable files."""
     found: list[str] = []
     planned = run.steps_planned
     if not run.rows:
@@ -178,14 +178,14 @@ def _engines_section(runs: Sequence[Run]) -> str:
     )
     return (
         '<section id="engines"><h2>Engines</h2><p class="hint">Means over the last tenth of the '
-        f"steps, of engines with processes of their own.</p>\n{blocks}</section>"
+        f"steps, for engines in processes of their own.</p>\n{blocks}</section>"
     )
 
 
 def _means_table(
     run: Run, heading: str, names: Sequence[str], prefix: str, columns: dict[str, str]
 ) -> str:
-    """Return one row a name with the final means of the metrics PREFIX NAME/COLUMN."""
+    """Return one row per name with the final means of the metrics PREFIX NAME/COLUMN."""
     heads = "".join(
         f'<th scope="col"{numeric(place > 0)}>{each}</th>'
         for place, each in enumerate((heading, *columns))
@@ -220,7 +220,7 @@ def _run_samples(index: int, run: Run) -> str:
 
 
 def _policy_table(run: Run) -> str:
-    """Return what each policy contributed, where second policies drew some completions."""
+    """Return what each policy contributed, where second policies sampled some completions."""
     if not run.policies:
         return ""
     return "<h4>Policies <small>means over the last tenth of the steps</small></h4>" + _means_table(
@@ -229,7 +229,7 @@ def _policy_table(run: Run) -> str:
 
 
 def sample_table(sample: SampleFile) -> str:
-    """Return a few completions of one step with their rewards and who drew them."""
+    """Return a few completions of one step with their rewards and provenance."""
     heads = "".join(
         f'<th scope="col"{numeric(heading in ("Reward", "Advantage"))}>{heading}</th>'
         for heading in _SAMPLE_HEADINGS
@@ -255,7 +255,7 @@ def _sample_row(row: dict[str, Any]) -> str:
     return (
         f'<tr><td class="long"><small>{text(_known(row, "prompt_id"))}</small>'
         f"<pre>{_cut(row.get('prompt', ''))}</pre></td>"
-        f'<td class="long">{_said(row)}</td>'
+        f'<td class="long">{_completion(row)}</td>'
         f'<td class="answer">{_cut(_known(row, "answer"))}</td>'
         f'<td class="number">{figure(row.get("reward"))}</td>'
         f'<td class="number">{figure(row.get("advantage"))}</td>'
@@ -263,8 +263,8 @@ def _sample_row(row: dict[str, Any]) -> str:
     )
 
 
-def _said(row: dict[str, Any]) -> str:
-    """Return the completion, or an episode's turns, each under the name of who spoke."""
+def _completion(row: dict[str, Any]) -> str:
+    """Return the completion, or the turns of an episode with their roles."""
     turns = row.get("turns")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return f"<pre>{_cut(row.get('completion', ''))}</pre>"

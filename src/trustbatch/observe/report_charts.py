@@ -1,4 +1,4 @@
-"""Which metrics the report draws, how, and the sentence that says how to read each chart."""
+"""The charts of the report: which metrics, how they are drawn, and how to read them."""
 
 import math
 import re
@@ -54,7 +54,7 @@ class ChartSpec:
     interval: tuple[str, str] | None = None
     """metrics with the ends of an interval around the line"""
     optional: bool = False
-    """not missed where no run has it"""
+    """not listed as missing where no run has it"""
 
 
 LEADING = (
@@ -83,8 +83,8 @@ OTHERS = (
     ChartSpec(
         "kl/behavior",
         "KL to the behavior policy",
-        "How far the trained policy has moved from the one that wrote the data; near 0 means on "
-        "policy.",
+        "How far the trained policy has moved from the one that sampled the data; near 0 means "
+        "on-policy.",
     ),
     ChartSpec(
         "entropy",
@@ -137,7 +137,7 @@ OTHERS = (
     ChartSpec(
         "dynamic/groups_missing",
         "Groups missing",
-        "Places of the batch that dynamic sampling had to fill with groups of equal rewards.",
+        "Batch slots that dynamic sampling had to fill with groups of equal rewards.",
         "zero",
         smoothed=False,
         optional=True,
@@ -145,7 +145,7 @@ OTHERS = (
     ChartSpec(
         "reward/equal_groups_fraction",
         "Groups without a signal",
-        "Share of prompts whose responses all earned the same reward and so teach nothing.",
+        "Share of prompts whose responses all have the same reward and so give no gradient.",
         scale="zero",
     ),
     ChartSpec(
@@ -164,8 +164,8 @@ OTHERS = (
     ChartSpec(
         "time/generation_busy_share",
         "Engines busy",
-        "Share of a step in which completions were drawn; the two shares add up to more than 1 "
-        "where drawing and training overlap.",
+        "Share of a step in which completions were sampled; the two shares add up to more than "
+        "1 where generation and training overlap.",
         scale="zero",
         optional=True,
     ),
@@ -182,22 +182,22 @@ OTHERS = (
 LAG = ChartSpec(
     "rollout/lag_mean",
     "Lag",
-    "Versions between the policy and the one that drew the batch, mean over its completions.",
+    "Versions between the policy and the one that sampled the batch, mean over completions.",
     scale="zero",
     smoothed=False,
 )
 COMPLETIONS_BY_LAG_SPEC = ChartSpec(
     COMPLETIONS_BY_LAG,
     "Completions by lag",
-    "Share of all completions trained on that were so many versions old.",
+    "Share of all completions trained on, by their age in versions.",
     scale="zero",
     smoothed=False,
 )
 ESS_BY_LAG_SPEC = ChartSpec(
     ONE_MINUS_ESS_BY_LAG,
     "1-ESS by lag",
-    "1-ESS of the completions that were so many versions old, median over the steps that had "
-    "some; a lag that only the first steps had says little.",
+    "1-ESS of the completions by their age in versions, median over the steps that had some; "
+    "a lag that only the first steps had says little.",
     scale="log",
     smoothed=False,
 )
@@ -209,8 +209,8 @@ TASK_PART = re.compile(r"task/(.+)/reward")
 RATIO_TITLE = "Ratio quantiles"
 RATIO_READING = (
     "Ratio of trained to behavior probability per token, log axis shared by all runs: line = "
-    "median, dark band = p10 to p90, light band = p01 to p99; a band that hugs the dashed 1 is on "
-    "policy."
+    "median, dark band = p10 to p90, light band = p01 to p99; a band close to the dashed 1 is "
+    "on-policy."
 )
 
 
@@ -254,8 +254,8 @@ def evaluation_specs(runs: Sequence[Run]) -> list[ChartSpec]:
         ChartSpec(
             key,
             f"{found[1]}: pass@1",
-            "Share of right samples in an evaluation during the run, not smoothed; the band is the "
-            "95% interval over its problems.",
+            "Share of correct samples in an evaluation during the run, not smoothed; the band is "
+            "the 95% interval over its problems.",
             smoothed=False,
             interval=(f"{key}_low", f"{key}_high"),
         )
@@ -374,7 +374,7 @@ def _ratio_figure(runs: Sequence[Run], x: Axis, absent: list[str]) -> str:
     if not bands:
         absent.append(RATIO_TITLE)
         return ""
-    # One is always in view: it is the level that every ratio is read against.
+    # The axis always includes 1, the on-policy level.
     values = [1.0, *(value for band in bands for curve in band.quantiles for value in curve)]
     y = log_axis(values, floor=RATIO_LIMIT, ceiling=1 / RATIO_LIMIT)
     panels = "\n".join(

@@ -1,4 +1,4 @@
-"""What the report reads from a run folder: metrics, sampled completions, configuration."""
+"""The data of the report, read from run folders: metrics, completions, configuration."""
 
 import json
 import math
@@ -13,13 +13,13 @@ from trustbatch.observe.status import ENGINE_METRICS
 from trustbatch.training.lag_metrics import values_by_lag
 
 SAMPLES_PER_FILE = 5
-_LARGEST_DRAWN = 1e300  # beyond it, the difference of two values overflows
+_LARGEST_DRAWN = 1e300  # the difference of two larger values overflows
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class SampleFile:
-    """A few rows of one file of sampled completions."""
+    """A few rows of one file of completions."""
 
     name: str
     rows: list[dict[str, Any]]
@@ -27,7 +27,7 @@ class SampleFile:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, read."""
+    """The content of one run folder."""
 
     name: str
     rows: list[dict[str, Any]]
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def steps_done(self) -> int:
-        """Number of steps taken, also where a damaged line lost one of them."""
+        """Number of steps taken, also where a damaged line has lost one."""
         # an evaluation before the first step has a row of its own
         rows = [row for row in self.rows if not _is_evaluation(row)]
         if not rows:
@@ -49,22 +49,22 @@ class Run:
 
     @property
     def steps_planned(self) -> int | None:
-        """Number of steps that the configuration asks for."""
+        """Number of steps in the configuration."""
         planned = self.option("training", "steps")
         return planned if isinstance(planned, int) else None
 
     @property
     def policies(self) -> list[str]:
-        """Names of the policies that drew completions, where there were several."""
+        """Names of the policies that sampled completions, where there were several."""
         return self._names("policy/", "/share")
 
     @property
     def engines(self) -> list[str]:
-        """Names of the engines whose speed was recorded, where they had processes of their own."""
+        """Names of the engines with recorded speeds: those in processes of their own."""
         return self._names(ENGINE_METRICS, "/busy_share")
 
     def by_lag(self, prefix: str) -> dict[int, list[float]]:
-        """Return the finite values that a metric had for each lag, the smallest lag first."""
+        """Return the finite values of a metric per lag, the smallest lag first."""
         found: dict[int, list[float]] = {}
         for row in self.rows:
             for lag, value in values_by_lag(row, prefix).items():
@@ -91,7 +91,7 @@ class Run:
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     def _names(self, prefix: str, suffix: str) -> list[str]:
-        """Return what stands between the two in the names of metrics."""
+        """Return the NAMEs of the metrics PREFIX NAME SUFFIX."""
         keys = dict.fromkeys(key for row in self.rows for key in row)
         return [
             key.removeprefix(prefix).removesuffix(suffix)
@@ -101,7 +101,7 @@ class Run:
 
 
 def number(value: object) -> float:
-    """Return a finite float, or NaN for anything that cannot be drawn."""
+    """Return a finite float, or NaN for anything that a chart can't show."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     if not -_LARGEST_DRAWN <= value <= _LARGEST_DRAWN:
@@ -110,10 +110,10 @@ def number(value: object) -> float:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read every run folder once, under names that tell the runs apart."""
+    """Read every run folder once, with distinct names."""
     resolved = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     if not resolved:
-        raise ConfigError("No run folder was given: name at least one folder under runs/.")
+        raise ConfigError("No run folder was given: give at least one folder under runs/.")
     return [
         read_run(folder, name)
         for folder, name in zip(resolved, distinct_names(resolved), strict=True)
@@ -121,7 +121,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Return each folder's name, preceded by as many parents as make it the only one."""
+    """Return each folder's name, with as many parents as make it unique."""
     names: list[str] = []
     for folder in folders:
         others = [other for other in folders if other != folder]
@@ -135,7 +135,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Read one run folder; only its metrics are indispensable."""
+    """Read one run folder; only its metrics are required."""
     if not folder.is_dir():
         raise ConfigError(
             f"The run folder {folder} does not exist: check the path, or start the run first."
@@ -143,7 +143,7 @@ def read_run(folder: Path, name: str) -> Run:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         raise ConfigError(
-            f"The folder {folder} has no metrics.jsonl: name a folder that a training run wrote."
+            f"The folder {folder} has no metrics.jsonl: give a folder that a training run wrote."
         )
     problems: list[str] = []
     config, config_text = _read_config(folder / "config.toml", problems)
@@ -169,7 +169,7 @@ def _metric(row: Mapping[str, Any], key: str) -> Any:
 
 
 def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Return one row a step; a resumed run's later account of a step replaces the earlier."""
+    """Return one row per step; of a repeated step the last row."""
     lines = _lines(path)
     by_step: dict[float, dict[str, Any]] = {}
     damaged = 0
@@ -178,7 +178,7 @@ def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
         if row is not None and math.isfinite(step := number(row.get("step"))):
             by_step[step] = row
         elif index < len(lines) - 1:
-            # The last line is cut short whenever a run is killed, which is no damage to report.
+            # A killed run leaves an incomplete last line, which is not reported.
             damaged += 1
     if damaged:
         problems.append(f"{damaged} unreadable line{'s' * (damaged > 1)} in metrics.jsonl")
@@ -222,7 +222,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Pick rows evenly: neighbors answer the same prompt, so the first few show only one."""
+    """Pick rows evenly: neighboring rows have the same prompt, so the first few show only one."""
     if len(rows) <= SAMPLES_PER_FILE:
         return rows
     last = len(rows) - 1
@@ -238,7 +238,7 @@ def _parse_object(text: str) -> dict[str, Any] | None:
 
 
 def _text(path: Path) -> str:
-    # A killed run may have cut a character in two.
+    # A killed run may have written half of a character.
     return path.read_text(encoding="utf-8", errors="replace")
 
 

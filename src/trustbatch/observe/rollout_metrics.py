@@ -1,4 +1,4 @@
-"""Numbers about a batch of rollouts."""
+"""Metrics of a batch of rollouts."""
 
 import math
 from collections import Counter
@@ -14,11 +14,11 @@ from trustbatch.types import Completion, FinishReason, Grade, GradeStatus, Role,
 def rollout_metrics(
     groups: Sequence[RolloutGroup], *, policy: str, version: int
 ) -> dict[str, float]:
-    """Describe rewards, lengths and age of a graded batch about to be trained on.
+    """Return rewards, lengths and lags of a graded batch that is about to be trained on.
 
-    `policy` at `version` trains on it; the lag of a token that it sampled itself is how much older
-    that version was, and the lag of a completion is that of its first token. Where second policies
-    sampled some, each policy has numbers of its own.
+    The trained `policy` is at `version`; the lag of a token that it sampled itself is the number of
+    versions since then, and the lag of a completion is that of its first token. Where second
+    policies sampled some completions, there are metrics per policy.
     """
     rewards = rewards_of(groups)
     completions = [completion for group in groups for completion in group.completions]
@@ -44,7 +44,7 @@ def rollout_metrics(
         metrics["reward/std"] = float(given.std(correction=0))
     metrics |= _by_task([group.prompt.task for group in groups], rewards.nanmean(dim=1).tolist())
     metrics |= _episodes(completions)
-    metrics |= _of_grades([grade for group in groups for grade in group.grades])
+    metrics |= _grade_metrics([grade for group in groups for grade in group.grades])
     return metrics | _by_policy(completions, rewards.flatten().tolist())
 
 
@@ -56,12 +56,12 @@ def _mean_version(completion: Completion) -> float:
 
 
 def _all_equal(rewards: Sequence[float]) -> bool:
-    """Whether a group teaches nothing: no two of the rewards that were given differ."""
+    """Whether no two rewards of a group differ, so that it has no signal."""
     return len({reward for reward in rewards if not math.isnan(reward)}) <= 1
 
 
-def _of_grades(grades: Sequence[Grade]) -> dict[str, float]:
-    """Count what was not graded and why, and average the parts of rewards."""
+def _grade_metrics(grades: Sequence[Grade]) -> dict[str, float]:
+    """Count completions without a grade by status, and average the terms of rewards."""
     metrics = {
         f"reward/{status}": float(sum(grade.status is status for grade in grades))
         for status in GradeStatus
@@ -77,7 +77,7 @@ def _of_grades(grades: Sequence[Grade]) -> dict[str, float]:
 
 
 def _by_task(tasks: Sequence[str], rewards: Sequence[float]) -> dict[str, float]:
-    """Return share of the groups and mean reward of each task, if there are several."""
+    """Return the share of groups and the mean reward per task, if there are several."""
     names = dict.fromkeys(tasks)
     if len(names) == 1:
         return {}
@@ -92,7 +92,7 @@ def _by_task(tasks: Sequence[str], rewards: Sequence[float]) -> dict[str, float]
 
 
 def _episodes(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return turns, endings and tokens of episodes, where an environment answers."""
+    """Return turns, endings and tokens of episodes, where there is an environment."""
     episodes = [completion for completion in completions if completion.turns]
     if not episodes:
         return {}
@@ -109,7 +109,7 @@ def _episodes(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def _by_policy(completions: Sequence[Completion], rewards: Sequence[float]) -> dict[str, float]:
-    """Return share of completions, tokens and mean reward of each policy, if there are several."""
+    """Return share of completions, tokens and mean reward per policy, if there are several."""
     rows: dict[str, list[tuple[int, float]]] = {}
     for completion, reward in zip(completions, rewards, strict=True):
         row = (completion.num_sampled, reward)
@@ -117,10 +117,10 @@ def _by_policy(completions: Sequence[Completion], rewards: Sequence[float]) -> d
     if len(rows) == 1:
         return {}
     metrics: dict[str, float] = {}
-    for policy, sampled in rows.items():
-        metrics[f"policy/{policy}/share"] = len(sampled) / len(completions)
-        metrics[f"policy/{policy}/tokens"] = float(sum(tokens for tokens, _ in sampled))
-        given = [reward for _, reward in sampled if not math.isnan(reward)]
+    for policy, own in rows.items():
+        metrics[f"policy/{policy}/share"] = len(own) / len(completions)
+        metrics[f"policy/{policy}/tokens"] = float(sum(tokens for tokens, _ in own))
+        given = [reward for _, reward in own if not math.isnan(reward)]
         if given:
             metrics[f"policy/{policy}/reward"] = sum(given) / len(given)
     return metrics

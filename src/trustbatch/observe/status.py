@@ -1,10 +1,11 @@
-"""status.json: how a run is doing at this moment, for whoever asks from another terminal."""
+"""status.json: the current state of a run, for `trustbatch status` in another terminal."""
 
 import json
 import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -17,11 +18,13 @@ from trustbatch.training.lag_metrics import (
     ONE_MINUS_ESS_BY_LAG,
     values_by_lag,
 )
-from trustbatch.utils.files import write_whole
+from trustbatch.utils.files import write_atomically
 
 FILE_NAME = "status.json"
 LONGEST_ERROR = 2000
 ENGINE_METRICS = "cluster/engine/"
+STEPS_AVERAGED = 10
+"""steps over which `StepStatus` averages speeds and busy shares"""
 
 WorkerState = Literal["busy", "idle", "starting", "dead"]
 RunState = Literal["running", "finished", "stopped", "failed"]
@@ -29,11 +32,11 @@ RunState = Literal["running", "finished", "stopped", "failed"]
 
 @dataclass(kw_only=True)
 class WorkerStatus:
-    """A process that works for the run, such as one that grades."""
+    """A worker process of the run, such as one that grades completions."""
 
     state: WorkerState = "starting"
     busy_share: float = 0.0
-    """part of the last seconds or steps in which it had something to do"""
+    """fraction of the last seconds or steps in which it was busy"""
     restarts: int = 0
 
 
@@ -44,12 +47,12 @@ class EngineStatus(WorkerStatus):
     tokens_per_second: float = 0.0
     """sampled in the last seconds or steps, idle time included"""
     version: int = 0
-    """of the weights that it samples from"""
+    """of the weights that it samples with"""
 
 
 @dataclass(kw_only=True)
 class RunStatus:
-    """How far a run is and what its parts are doing; plain values, as in JSON."""
+    """The progress of a run and the state of its workers; plain values, as in JSON."""
 
     step: int
     """steps trained so far"""
@@ -59,13 +62,13 @@ class RunStatus:
     buffered_batches: int = 0
     """graded batches that wait to be trained on"""
     buffer_room: int = 0
-    """how many may wait"""
+    """how many batches may wait"""
     waiting_for: str = ""
-    """what the trainer or the producer waits for at present"""
+    """what the trainer or the rollout producer is waiting for"""
     lag_counts: dict[int, int] = field(default_factory=dict)
-    """completions trained on since this start of the run, by lag"""
+    """completions trained on since the start of this process, by lag"""
     one_minus_ess_by_lag: dict[int, float] = field(default_factory=dict)
-    """the last value seen for each lag"""
+    """the latest value for each lag"""
     engines: dict[str, EngineStatus] = field(default_factory=dict)
     reward_workers: dict[str, WorkerStatus] = field(default_factory=dict)
     trainer_busy_share: float = 0.0
@@ -74,19 +77,19 @@ class RunStatus:
     last_error: str = ""
 
     def add_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note that a step has been trained: how far the run is, and the lags of its batch."""
+        """Record a trained step: the progress of the run, and the lags of its batch."""
         self.step = self.version = step
         counts = values_by_lag(metrics, COMPLETIONS_BY_LAG)
         for lag, count in counts.items():
             self.lag_counts[lag] = self.lag_counts.get(lag, 0) + int(count)
         is_mixed = any(name.startswith("policy/") and name.endswith("/share") for name in metrics)
         if counts.keys() == {0} and "one_minus_ess" in metrics and not is_mixed:
-            # the whole batch has one lag and one policy, so it was not measured apart
+            # the whole batch has one lag and one policy, so there is no metric per lag
             self.one_minus_ess_by_lag[0] = metrics["one_minus_ess"]
         self.one_minus_ess_by_lag |= values_by_lag(metrics, ONE_MINUS_ESS_BY_LAG)
 
     def metrics(self) -> dict[str, float]:
-        """Return what belongs beside the other metrics of a step, where engines are several."""
+        """Return the metrics of a step with a cluster, in addition to the trainer's."""
         metrics = {
             "cluster/buffered_batches": float(self.buffered_batches),
             "cluster/engine_restarts": float(sum(e.restarts for e in self.engines.values())),
@@ -102,25 +105,25 @@ class RunStatus:
 
 @dataclass(kw_only=True)
 class StatusRecord(RunStatus):
-    """What the file holds: the status, and who wrote it when. Times are seconds since 1970."""
+    """The content of the file: the status, and when which process wrote it (Unix times)."""
 
     state: RunState
     pid: int
     host: str
     time: float
-    """when it was written: a run that lives writes about once a second"""
+    """when it was written: a live run writes about once per second"""
     started: float
     stepped: float
-    """when the last step ended, or the run was started"""
+    """when the last step ended, or the run started"""
     seconds_left: float | None
-    """until the last step, at the pace since the start; unknown before the first step"""
+    """until the last step, at the speed since the start; None before the first step"""
 
 
 class StatusFile:
-    """Writes status.json from a thread of its own, whatever the run is busy with.
+    """Writes status.json from a thread of its own, independently of what the run is doing.
 
-    So a file that has grown old means that the process is gone, or hangs as a whole. Used as a
-    context, it writes at the end how the run ended.
+    So an old file means that the process is dead or hangs as a whole. As a context manager it
+    writes at the end how the run ended.
     """
 
     def __init__(self, folder: Path, seconds: float = 1.0) -> None:
@@ -133,9 +136,9 @@ class StatusFile:
         self._first_step = 0
 
     def update(self, status: RunStatus) -> None:
-        """Note how the run is doing; the file has it within `seconds`, the first time at once.
+        """Set the status; the file has it within `seconds`, the first time immediately.
 
-        The status may be changed afterwards: what it says now is copied.
+        The status is copied, so it may be changed afterwards.
         """
         values = asdict(status)
         values["last_error"] = status.last_error[:LONGEST_ERROR]
@@ -163,7 +166,7 @@ class StatusFile:
                 self._writer.start()
 
     def close(self, state: RunState = "stopped", error: str = "") -> None:
-        """Write how the run ended; only the first call does, and none where no update came."""
+        """Write how the run ended; later calls, and calls without any update, do nothing."""
         if self._writer is None:
             return
         self._ended.set()
@@ -205,13 +208,62 @@ class StatusFile:
             each = (record.stepped - record.started) / num_steps
             end = record.stepped + each * (record.steps - record.step)
             record.seconds_left = max(end - record.time, 0.0)
-        # a full disk ends the run where its metrics can't be written, not here
+        # on a full disk, writing the metrics raises the error, not this thread
         with suppress(OSError):
-            write_whole(self._file, json.dumps(asdict(record), indent=1) + "\n")
+            write_atomically(self._file, json.dumps(asdict(record), indent=1) + "\n")
 
 
 class NoStatusFile(StatusFile):
-    """For ranks other than the first, which leave it to that one."""
+    """The status file on ranks other than rank 0, which write nothing."""
 
     def update(self, status: RunStatus) -> None:
-        """Leave it to the first rank."""
+        """Rank 0 does it."""
+
+
+class StepStatus:
+    """The status of a run that generates and trains in turns; all its engines count as one."""
+
+    def __init__(
+        self, file: StatusFile, *, step: int, steps: int, buffer_room: int, engine: str
+    ) -> None:
+        """Start after `step` of `steps`; `buffer_room` is the number of batches that may wait."""
+        self._file = file
+        self._engine = EngineStatus(state="idle", version=step)
+        self._status = RunStatus(
+            step=step,
+            steps=steps,
+            version=step,
+            buffer_room=buffer_room,
+            engines={engine: self._engine},
+        )
+        self._num_tokens = 0
+        self._recent: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=STEPS_AVERAGED)
+        file.update(self._status)
+
+    def generating(self) -> None:
+        """Completions are being generated and graded."""
+        self._engine.state = "busy"
+        self._file.update(self._status)
+
+    def training(self, *, buffered_batches: int) -> None:
+        """A batch is being trained on, and `buffered_batches` more are waiting."""
+        self._engine.state = "idle"
+        self._status.buffered_batches = buffered_batches
+        self._file.update(self._status)
+
+    def trained(self, step: int, metrics: Mapping[str, float], *, num_tokens: int) -> None:
+        """A step is done; `num_tokens` were sampled since the start of this process."""
+        status, engine = self._status, self._engine
+        status.add_step(step, metrics)
+        engine.version = step
+        self._recent.append((num_tokens - self._num_tokens, metrics))
+        self._num_tokens = num_tokens
+        seconds = self._sum("time/step_seconds")
+        status.trainer_busy_share = self._sum("time/train_seconds") / seconds
+        status.generation_busy_share = self._sum("time/generate_seconds") / seconds
+        engine.busy_share = status.generation_busy_share
+        engine.tokens_per_second = sum(tokens for tokens, _ in self._recent) / seconds
+        self._file.update(status)
+
+    def _sum(self, name: str) -> float:
+        return sum(metrics[name] for _, metrics in self._recent)

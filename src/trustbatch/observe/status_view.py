@@ -1,4 +1,4 @@
-"""What `trustbatch status` shows: the verdict on a run, and a table of what its parts do."""
+"""`trustbatch status`: whether a run is alive, and a table of the state of its workers."""
 
 import math
 import os
@@ -26,8 +26,8 @@ from trustbatch.observe.status import (
 from trustbatch.utils.terminal import plain_line
 
 SILENT_AFTER = 30.0
-"""seconds: thirty times what a run leaves between two writings"""
-SECONDS_BETWEEN_LOOKS = 1.0
+"""seconds: thirty times the interval at which a run writes"""
+REFRESH_SECONDS = 1.0
 BAR_WIDTH = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _STYLES = {
@@ -42,14 +42,14 @@ _WORKER_STYLES = {"busy": "green", "idle": "", "starting": "yellow", "dead": "re
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run goes on, in a word and in a sentence."""
+    """Whether a run is alive, as a word and as a sentence."""
 
     state: RunState | Literal["dead"]
     sentence: str
 
     @property
     def exit_code(self) -> int:
-        """0 where all is well, 1 where someone has to do something."""
+        """0 for a running or finished run, 1 for one that needs attention."""
         return 0 if self.state in ("running", "finished") else 1
 
 
@@ -64,20 +64,20 @@ def read_status(folder: Path) -> StatusRecord:
         text = file.read_bytes()
     except FileNotFoundError:
         raise ConfigError(
-            f"The folder {folder} has no {FILE_NAME}: name the folder of a run that has come as "
-            "far as its first step, such as runs/NAME."
+            f"The folder {folder} has no {FILE_NAME}: give the folder of a run that has reached "
+            "its first step, such as runs/NAME."
         ) from None
     try:
         return TypeAdapter(StatusRecord).validate_json(text)
     except ValidationError as error:
         raise ConfigError(
-            f"{file} is not what a run of this version writes: delete it, and the run writes it "
+            f"{file} was not written by a run of this version: delete it, and the run writes it "
             "again."
         ) from error
 
 
 def judge(record: StatusRecord) -> Verdict:
-    """Tell a run that lives from one that is dead, whatever its last words were."""
+    """Return whether a run is alive or dead, whatever state the file shows."""
     ago = max(time.time() - record.time, 0.0)
     since = f"{duration(ago)} ago"
     again = "the same command continues from the last checkpoint"
@@ -86,15 +86,15 @@ def judge(record: StatusRecord) -> Verdict:
     if record.state == "stopped":
         return Verdict("stopped", f"{since}; {again}")
     if record.state == "failed":
-        return Verdict("failed", f"{since}; once its cause is gone, {again}")
+        return Verdict("failed", f"{since}; once the cause is fixed, {again}")
     host = plain_line(record.host)
     if record.host == socket.gethostname() and not _is_alive(record.pid):
-        return Verdict("dead", f"process {record.pid} ended without a word; {again}")
+        return Verdict("dead", f"process {record.pid} ended without a message; {again}")
     if ago > SILENT_AFTER:
         return Verdict(
             "dead",
-            f"no sign of life for {duration(ago)} from process {record.pid} on {host}; "
-            f"where that process is gone, {again}",
+            f"no update for {duration(ago)} from process {record.pid} on {host}; "
+            f"if that process is gone, {again}",
         )
     return Verdict("running", f"process {record.pid} on {host}")
 
@@ -104,13 +104,13 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # someone else's
+    except PermissionError:  # another user's process
         return True
     return True
 
 
 def show_status(console: Console, folder: Path) -> Verdict:
-    """Print how a run is doing."""
+    """Print the status of a run."""
     record = read_status(folder)
     verdict = judge(record)
     console.print(status_table(folder, record, verdict))
@@ -118,23 +118,23 @@ def show_status(console: Console, folder: Path) -> Verdict:
 
 
 def watch_status(console: Console, folder: Path) -> Verdict:
-    """Show how a run is doing, over and over, until it ends or the viewer has seen enough."""
+    """Show the status of a run repeatedly, until it ends or the user interrupts."""
     record = read_status(folder)
     verdict = judge(record)
     with Live(status_table(folder, record, verdict), console=console, auto_refresh=False) as live:
         try:
             while verdict.state == "running":
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(REFRESH_SECONDS)
                 record = read_status(folder)
                 verdict = judge(record)
                 live.update(status_table(folder, record, verdict), refresh=True)
-        except KeyboardInterrupt:  # ends the watching, not the run
+        except KeyboardInterrupt:  # stops watching, not the run
             pass
     return verdict
 
 
 def status_table(folder: Path, record: StatusRecord, verdict: Verdict) -> RenderableType:
-    """Lay out a status for people."""
+    """Return the status as a table for a terminal."""
     is_running = verdict.state == "running"
     head = Text.assemble(
         (plain_line(str(folder)), "bold"),
@@ -148,7 +148,9 @@ def status_table(folder: Path, record: StatusRecord, verdict: Verdict) -> Render
     rows.add_column()
     rows.add_row("step", _step(record, is_running=is_running))
     waiting = f"{record.buffered_batches} of {record.buffer_room} batches waiting"
-    rows.add_row("buffer", waiting if record.buffer_room else "none: sampled and trained in turns")
+    rows.add_row(
+        "buffer", waiting if record.buffer_room else "none: generation and training alternate"
+    )
     if record.waiting_for and is_running:
         rows.add_row("waiting for", Text(plain_line(record.waiting_for)))
     rows.add_row("trainer", f"busy {percent(record.trainer_busy_share)}")
@@ -181,7 +183,7 @@ def _step(record: StatusRecord, *, is_running: bool) -> str:
 
 
 def _lags(counts: Mapping[int, int]) -> Table:
-    """Return a histogram: one bar for each lag."""
+    """Return a histogram with one bar per lag."""
     total, most = sum(counts.values()), max(counts.values())
     bars = Table.grid(padding=(0, 1))
     bars.add_column(justify="right")
@@ -214,23 +216,23 @@ def _workers(kind: str, workers: Mapping[str, WorkerStatus], *, is_running: bool
 
 
 def bar(share: float) -> str:
-    """Return a bar of eighths of a character; something that is there has at least one."""
+    """Return a bar in eighths of a character; a positive share has at least one."""
     eighths = max(round(share * BAR_WIDTH * 8), 1 if share > 0 else 0)
     return _EIGHTHS[8] * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
 def percent(share: float) -> str:
-    """Write a share; a dash where there is no number."""
+    """Format a share as a percentage; a dash for NaN."""
     return f"{share:.0%}" if math.isfinite(share) else "-"
 
 
 def figure(value: float) -> str:
-    """Write a count with separators; a dash where there is no number."""
+    """Format a count with separators; a dash for NaN."""
     return f"{value:,.0f}" if math.isfinite(value) else "-"
 
 
 def duration(seconds: float) -> str:
-    """Write a time in the two units that matter: 4 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
+    """Format a time in its two largest units: 4 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
     whole = int(seconds)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     if days:

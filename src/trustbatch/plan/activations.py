@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trustbatch.models.loading import without_weights
 from trustbatch.models.packing.attention import NAME, REPLACES, no_mask
 from trustbatch.models.packing.layout import PackedLayout, Segment
-from trustbatch.models.policy import without_weights
 from trustbatch.plan.outline import ModelOutline
 
 LENGTHS = (32, 64)

@@ -3,7 +3,7 @@
 from trustbatch.checkpoints.load import list_checkpoints
 from trustbatch.config import Config, SecondPolicyConfig
 from trustbatch.config.cautions import cautions
-from trustbatch.models.policy import count_parameters
+from trustbatch.models.loading import count_parameters
 from trustbatch.plan.advice import advise
 from trustbatch.plan.demand import amounts, seen_by_ray
 from trustbatch.plan.estimate import Estimator

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from trustbatch.models.policy import empty_model
+from trustbatch.models.loading import empty_model
 from trustbatch.rollout.native.architecture import read_architecture
 from trustbatch.training.sharding import decoder_layers
 

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from trustbatch.config import Config
 from trustbatch.models.gguf import find_gguf
-from trustbatch.models.policy import encode_prompt
+from trustbatch.models.tokenization import encode_prompt
 from trustbatch.tasks import Task
 from trustbatch.types import Prompt
 

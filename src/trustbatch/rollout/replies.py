@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trustbatch.errors import ConfigError
-from trustbatch.models.policy import Policy, encode_text
+from trustbatch.models.policy import Policy
+from trustbatch.models.tokenization import encode_text
 
 _POLICY, _REPLY = "POLICY-SPEAKS-HERE", "REPLY-STANDS-HERE"
 

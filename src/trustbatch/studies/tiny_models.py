@@ -64,7 +64,7 @@ def make_tiny_model(path: Path, *, say: Callable[[str], None]) -> None:
 
 def _warm_start(kind: str) -> Callable[..., Path]:
     if kind == "derail":
-        from trustbatch.models.derail_base import warm_start
+        from trustbatch.models.derail import warm_start
     else:
         from trustbatch.models.tiny import warm_start
     return warm_start

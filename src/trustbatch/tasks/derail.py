@@ -12,7 +12,7 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class Derail:
-    """Prompts such as "3 7 1 =", for the models that `trustbatch.models.derail_base` makes."""
+    """Prompts such as "3 7 1 =", for the models that `trustbatch.models.derail` makes."""
 
     seed: int = 0
     split: str = "train"

@@ -1,1 +1,1 @@
-"""The policy update: log-probs, optimizer step, checkpoints."""
+"""The policy update: trainer, log-probs, ratio metrics, canary, optimizer, sharding."""

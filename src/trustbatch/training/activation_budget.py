@@ -1,4 +1,4 @@
-"""How many forward passes can wait for their backward pass at the same time."""
+"""How many forward passes may keep their activations until their backward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ from trustbatch.models.policy import Policy
 from trustbatch.utils.distributed import num_ranks
 
 FREE_MEMORY_FRACTION = 0.3
-"""part of the free memory that waiting graphs may take: a backward pass needs room of its own"""
+"""of the free memory that held activations may take: a backward pass needs memory too"""
 
 
 class ActivationBudget:
-    """Measures the graphs of forward passes on a GPU against its free memory.
+    """Compares the activations of forward passes on a GPU with its free memory.
 
-    Elsewhere there is room for one, since memory can't be measured; and for one where several ranks
-    train together, since all must decide alike.
+    On a CPU, where memory can't be measured, one pass is held; likewise with several ranks, which
+    must all decide the same.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -28,13 +28,13 @@ class ActivationBudget:
             gradients = sum(p.nbytes for p in policy.model.parameters() if p.requires_grad)
             self.left = FREE_MEMORY_FRACTION * (self._free() - gradients)
 
-    def has_one_more(self) -> bool:
-        """Whether the next pass may be held beside those that wait."""
+    def has_room(self) -> bool:
+        """Whether the activations of one more pass may be held."""
         return self.is_measured and self.largest <= self.left
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Run a forward pass whose graph will wait."""
+        """Measure the activations of the forward pass inside the context."""
         before = self._allocated()
         yield
         size = self._allocated() - before

@@ -1,10 +1,14 @@
 """The canary: after a weight update, does the engine still sample from the trainer's policy?
 
-The engine samples a few short completions of fixed prompts at temperature 1; the trainer recomputes
-their log-probs with its own forward pass. Where the run records an anchor beside what it samples
-from, the engine samples as many again in the run's own way, and their anchor is recomputed. Random
-numbers depend on the prompt's id, and the canary's ids are its own, so the samples of the run stay
-what they are.
+The engine samples a few tokens after fixed prompts, and its log-probs are compared with those of
+the trainer's own forward pass. Where the run records an anchor, the engine also samples with the
+run's own settings, and the anchor's log-probs are compared. Random numbers depend on the prompt id,
+and the canary has ids of its own, so it does not change the completions of the run.
+
+`Canary` compares while the engine waits: it recomputes short completions. `CanaryRecorder` serves
+engines that load a version when the trainer may already be at a later one: the trainer records its
+log-probs of all tokens that may follow each context, and an engine is checked against this
+`CanaryReference` whenever it has loaded the version.
 """
 
 from collections.abc import Sequence
@@ -13,14 +17,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trustbatch.batching.micro_batches import micro_batches
+from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.errors import CanaryError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.collect import encode_checked
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.training.logprobs import token_logprobs
+from trustbatch.training.logprobs import response_logits, token_logprobs
 from trustbatch.types import (
     Completion,
+    FinishReason,
     GenerationRequest,
     Prompt,
     Provenance,
@@ -30,7 +35,11 @@ from trustbatch.types import (
 
 NUM_PROMPTS = 4
 NUM_SAMPLES = 2
+"""completions per prompt, for `Canary`"""
 MAX_TOKENS = 8
+"""tokens per completion, for `Canary`"""
+TOKENS_PER_CONTEXT = 4
+"""tokens sampled after each context, for `CanaryRecorder`"""
 
 
 @dataclass(frozen=True)
@@ -44,8 +53,8 @@ class Tolerance:
 # Worst of 60 canaries on three small models: float32 1e-6 on average and 6e-6 at most, bfloat16
 # 0.034 and 0.71, fp8 0.28 and 1.6; a model of another seed has 0.3 to 2.9 on average.
 # The bounds leave room for other kernels and for rare tokens: a healthy run must never be stopped.
-# An update too small to be seen in a precision does less harm than the precision itself, and what
-# an engine fails to take over adds up until it is seen.
+# An update too small to be seen in a precision does less harm than the precision itself, and
+# updates that an engine fails to load add up until they are seen.
 TOLERANCES = {
     "float32": Tolerance(mean=1e-3, largest=1e-2),
     "bfloat16": Tolerance(mean=0.15, largest=3.0),
@@ -55,7 +64,7 @@ WIDEST = TOLERANCES["fp8"]
 
 
 class Canary:
-    """Compares engine and trainer on the same few prompts again and again."""
+    """Compares engine and trainer on the same few prompts after each weight update."""
 
     def __init__(
         self,
@@ -68,14 +77,14 @@ class Canary:
         anchored: SamplingParams | None = None,
         every: int = 1,
     ) -> None:
-        """`anchored` is how the run samples, where it records an anchor."""
+        """Check every `every` updates (0: never); `anchored` is for runs that record an anchor."""
         self.engine = engine
         self.policy = policy
         self.every = every
         sampling = SamplingParams(
             max_tokens=min(max_tokens, MAX_TOKENS),
             stop_token_ids=policy.stop_token_ids,
-            logprob_mode=logprob_mode,  # at T = 1 without a cut both record the same
+            logprob_mode=logprob_mode,  # at T = 1 without truncation, both modes are the same
         )
         self.requests = [
             GenerationRequest(
@@ -86,29 +95,29 @@ class Canary:
             )
             for number, prompt in enumerate(prompts)
         ]
-        self.anchored = anchored_requests(self.requests, anchored)
+        self.anchored = _anchored_requests(self.requests, anchored)
 
     def at_start(self, version: int) -> None:
-        """Check before anything is sampled, unless the canary is switched off."""
+        """Check before the first rollout, unless the canary is switched off."""
         if self.every:
             self.check(version)
 
     def after_update(self, version: int) -> dict[str, float]:
-        """Check every so many updates; returns the metrics, or none where it is not yet time."""
+        """Check every `every` updates; returns the metrics, or none without a check."""
         return self.check(version) if self.every and version % self.every == 0 else {}
 
     def check(self, version: int) -> dict[str, float]:
-        """Return how far engine and trainer are apart; stop the run where it is too far."""
+        """Return the differences of log-probs; raises CanaryError beyond the tolerance."""
         completions = self.engine.generate([*self.requests, *self.anchored])
         num_plain = len(self.requests) * NUM_SAMPLES
         parts = [(self.requests, completions[:num_plain])]
         if self.anchored:
             parts.append((self.anchored, completions[num_plain:]))
         metrics: dict[str, float] = {}
-        for requests, sampled in parts:
-            metrics |= judge(
-                self._difference(requests, sampled),
-                sampled[0].provenance,
+        for requests, answers in parts:
+            metrics |= _judge(
+                self._difference(requests, answers),
+                answers[0].provenance,
                 precision=self.policy.precision,
                 version=version,
                 of_anchor=requests is self.anchored,
@@ -127,26 +136,106 @@ class Canary:
             )
             for number, completion in enumerate(completions)
         ]
-        (batch,) = micro_batches(
-            sequences,
-            # one forward pass, as wide as its rows: there are few of them
-            max_tokens=len(sequences) * max(sequence.num_tokens for sequence in sequences),
-            pad_token_id=self.policy.pad_token_id,
-            packs=self.policy.packs,
-        )
-        batch = batch.to(self.policy.device)
+        batch = _one_batch(self.policy, sequences)
         temperature = requests[0].sampling.anchor_temperature or 1.0
         with torch.no_grad():
             logp = token_logprobs(self.policy, batch, temperature=temperature).logp
-        # an engine that records no anchor has, to training, sampled from it
+        # training takes the sampling distribution as the anchor where none is recorded
         recorded = batch.behavior_logp if batch.anchor_logp is None else batch.anchor_logp
-        return (logp - recorded) * min(temperature, 1.0)  # which magnifies rounding
+        return (logp - recorded) * min(temperature, 1.0)  # a temperature below 1 magnifies rounding
 
 
-def anchored_requests(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryReference:
+    """The trainer's log-probs after the canary's contexts, at one version."""
+
+    version: int
+    precision: str
+    requests: list[GenerationRequest]
+    anchored: list[GenerationRequest]
+    """for the same contexts; empty where no anchor is recorded"""
+    logp: Tensor
+    """[contexts, V] float32 in host memory"""
+
+    def check(self, engine: RolloutEngine) -> dict[str, float]:
+        """Compare with an engine at this version; returns the metrics, raises CanaryError."""
+        completions = engine.generate([*self.requests, *self.anchored])
+        num_plain = len(self.requests) * TOKENS_PER_CONTEXT
+        metrics = self._compare(self.requests, completions[:num_plain])
+        if self.anchored:
+            metrics |= self._compare(self.anchored, completions[num_plain:])
+        return metrics
+
+    def _compare(
+        self, requests: Sequence[GenerationRequest], completions: Sequence[Completion]
+    ) -> dict[str, float]:
+        """Compare with the recorded log-probs, at the anchor's temperature where there is one."""
+        temperature = requests[0].sampling.anchor_temperature or 1.0
+        tokens = torch.tensor([int(c.token_ids[0]) for c in completions])
+        contexts = torch.arange(len(requests)).repeat_interleave(TOKENS_PER_CONTEXT)
+        logp = (self.logp / temperature).log_softmax(-1)[contexts, tokens]
+        # training takes the sampling distribution as the anchor where none is recorded
+        recorded = [
+            c.behavior_logp if c.anchor_logp is None else c.anchor_logp for c in completions
+        ]
+        engine_logp = torch.stack([each[0] for each in recorded]).cpu()
+        return _judge(
+            (logp - engine_logp) * min(temperature, 1.0),
+            completions[0].provenance,
+            precision=self.precision,
+            version=self.version,
+            of_anchor=requests is self.anchored,
+        )
+
+
+class CanaryRecorder:
+    """Records references of a policy, always for the same contexts."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: Sequence[Prompt],
+        *,
+        logprob_mode: str,
+        anchored: SamplingParams | None = None,
+    ) -> None:
+        """`anchored` is the run's sampling if it records an anchor."""
+        self.policy = policy
+        sampling = SamplingParams(
+            max_tokens=1, stop_token_ids=policy.stop_token_ids, logprob_mode=logprob_mode
+        )
+        self.requests = [
+            GenerationRequest(
+                prompt_id=f"canary-{number}",
+                token_ids=context,
+                num_samples=TOKENS_PER_CONTEXT,
+                sampling=sampling,
+            )
+            for number, context in enumerate(_contexts(policy, prompts))
+        ]
+        self.anchored = _anchored_requests(self.requests, anchored)
+
+    def record(self, version: int) -> CanaryReference:
+        """Return the reference of the current policy; collective."""
+        policy = self.policy
+        batch = _one_batch(policy, [_one_token(request, policy) for request in self.requests])
+        with torch.no_grad():
+            logits = policy.root(response_logits, policy, batch)
+        logp = torch.empty(logits.shape)
+        logp[batch.order.cpu()] = logits.float().log_softmax(-1).cpu()
+        return CanaryReference(
+            version=version,
+            precision=policy.precision,
+            requests=self.requests,
+            anchored=self.anchored,
+            logp=logp,
+        )
+
+
+def _anchored_requests(
     plain: Sequence[GenerationRequest], anchored: SamplingParams | None
 ) -> list[GenerationRequest]:
-    """Return requests after the same contexts for what is recorded beside the run's own samples."""
+    """Return requests for the same contexts with the run's own sampling; none without an anchor."""
     if anchored is None:
         return []
     return [
@@ -159,7 +248,60 @@ def anchored_requests(
     ]
 
 
-def judge(
+def _one_batch(policy: Policy, sequences: Sequence[TrainSequence]) -> MicroBatch:
+    """Return all sequences as one batch on the policy's device."""
+    (batch,) = micro_batches(
+        sequences,
+        max_tokens=len(sequences) * max(sequence.num_tokens for sequence in sequences),
+        pad_token_id=policy.pad_token_id,
+        packs=policy.packs,
+    )
+    return batch.to(policy.device)
+
+
+def _contexts(policy: Policy, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    """Return prompts, their first halves, and prompts followed by half of another prompt.
+
+    After a chat template, almost any version is certain of the next token; elsewhere it is not.
+    """
+    encoded = [policy.encode(prompt) for prompt in prompts]
+    found: list[tuple[int, ...]] = []
+    for tokens, other in zip(encoded, [*encoded[1:], encoded[0]], strict=True):
+        half = tokens[: max(len(tokens) // 2, 1)]
+        found += [tokens, half, tokens + other[: max(len(other) // 2, 1)]]
+    return [context[: policy.context_length - 1] for context in found]
+
+
+def _one_token(request: GenerationRequest, policy: Policy) -> TrainSequence:
+    """Return the context followed by an arbitrary token; the logits do not depend on it."""
+    token = torch.tensor([policy.stop_token_ids[0]])
+    return TrainSequence(
+        prompt_token_ids=request.token_ids,
+        completion=Completion(
+            prompt_id=request.prompt_id,
+            sample=0,
+            token_ids=token,
+            behavior_logp=torch.zeros(1),
+            top_token_ids=None,
+            behavior_top_logp=None,
+            finish_reason=FinishReason.LENGTH,
+            provenance=Provenance(
+                policy=policy.name,
+                version=0,
+                engine="none",
+                precision=policy.precision,
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                logprob_mode="processed",
+            ),
+            text="",
+        ),
+        advantage=0.0,
+    )
+
+
+def _judge(
     difference: Tensor,
     sampled_by: Provenance,
     *,
@@ -167,9 +309,9 @@ def judge(
     version: int,
     of_anchor: bool = False,
 ) -> dict[str, float]:
-    """Return how far engine and trainer are apart, from trainer minus engine for every token [T].
+    """Return metrics of the differences [T], trainer minus engine, of the log-probs of T tokens.
 
-    Where that is more than rounding explains, the run is stopped. `precision` and `version` are the
+    Raises CanaryError where they exceed what rounding explains. `precision` and `version` are the
     trainer's; `of_anchor` says that the log-probs are those of the anchor.
     """
     difference = difference.abs()
@@ -177,19 +319,20 @@ def judge(
     tolerance = _tolerance(sampled_by.precision, precision)
     within = mean <= tolerance.mean and largest <= tolerance.largest  # False for NaN
     if sampled_by.version != version or not within:
+        problem = "has another anchor than" if of_anchor else "does not sample from"
         raise CanaryError(
-            f"The engine ({sampled_by.engine}, {sampled_by.precision}, version {sampled_by.version}) "
-            f"{'has another anchor than' if of_anchor else 'does not sample from'} the trainer's "
+            f"The engine ({sampled_by.engine}, {sampled_by.precision}, version "
+            f"{sampled_by.version}) {problem} the trainer's "
             f"policy ({precision}, version {version}): their log-probs of the same "
             f"{len(difference)} tokens differ by {mean:.2g} on average and {largest:.2g} at most, "
             f"where rounding explains {tolerance.mean:g} and {tolerance.largest:g}; `trustbatch "
-            "doctor` with the same configuration looks for the cause."
+            "doctor` with the same configuration searches for the cause."
         )
     prefix = "canary/anchor_" if of_anchor else "canary/"
     return {f"{prefix}mean_abs_logratio": mean, f"{prefix}max_abs_logratio": largest}
 
 
 def _tolerance(*precisions: str) -> Tolerance:
-    """Return the tolerance of the coarsest precision involved; one that is unknown gets most."""
+    """Return the tolerance of the coarsest precision; an unknown one gets the widest."""
     found = [TOLERANCES.get(precision, WIDEST) for precision in precisions]
     return max(found, key=lambda tolerance: tolerance.mean)

@@ -1,13 +1,14 @@
-"""Metrics that a step has for each lag among its completions: their names end in the lag."""
+"""Names of the metrics that a step has once per lag; without torch, for `trustbatch status`."""
 
 from collections.abc import Mapping
 
 COMPLETIONS_BY_LAG = "rollout/completions/lag_"
 ONE_MINUS_ESS_BY_LAG = "one_minus_ess/lag_"
+"""prefixes: the name of a metric ends in the lag"""
 
 
 def values_by_lag(metrics: Mapping[str, float], prefix: str) -> dict[int, float]:
-    """Return the value of each lag, the smallest lag first."""
+    """Return the value for each lag of the metric with this prefix, the smallest lag first."""
     found = {
         int(name.removeprefix(prefix)): value
         for name, value in metrics.items()

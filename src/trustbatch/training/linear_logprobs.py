@@ -1,24 +1,25 @@
-"""Log-probs and entropy of a linear head whose logits [tokens, vocabulary] are never in memory.
+"""Log-probs and entropy of a linear head without its logits [tokens, vocabulary] in memory.
 
-The vocabulary is walked in slices: the logits of all tokens for some thousand ids exist at a time,
-and the softmax is normalized as they come. The backward pass computes them again, so four products
-of the size of the head are all it costs: logits, logits again, and the gradients of both operands.
+The vocabulary is processed in slices: the logits of all tokens for some thousand ids exist at a
+time, and the softmax is normalized online. The backward pass recomputes them, so the cost is four
+products of the size of the head: logits, logits again, and the gradients of both operands.
 
 Slices of the vocabulary, not of the tokens, because
-- the gradient of a slice of the weight is then finished by one product over all tokens, summed in
-  float32 within the product; slices of tokens would have to add to a float32 [V, h] each time,
-  where here it is the much smaller [T, h];
+- the gradient of a slice of the weight is then one product over all tokens, summed in float32
+  within the product; slices of tokens would have to accumulate into a float32 [V, h] each time,
+  instead of the much smaller [T, h];
 - both gradients are then products with a large output and a long sum, which fill a GPU; d_hidden
   of a thousand tokens at h = 1024 has fewer tiles than an H200 has multiprocessors.
 
-A product and one pass over its result, not one kernel for both: the passes read 4 bytes a logit
-forward, and read 4 and write 2 backward, while the four products take 8 h operations. At 4.8 TB/s
-and some 680 TFLOP/s, as on an H200, that adds 17% at h = 1024 and 7% at h = 2560. A kernel of our
-own that keeps the logits on the chip would have to come that close to cuBLAS to win anything, also
-in the backward pass, where two further products along different axes need each tile of logits.
+A product and one pass over its result, not one kernel for both: the passes read 4 bytes per
+logit forward, and read 4 and write 2 backward, while the four products take 8 h operations. At 4.8
+TB/s and about 680 TFLOP/s, as on an H200, that adds 17% at h = 1024 and 7% at h = 2560. A kernel
+that keeps the logits on the chip would have to come that close to cuBLAS to be faster, also in the
+backward pass, where two further products along different axes need each tile of logits.
 """
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -26,15 +27,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trustbatch.training import logprob_passes
-from trustbatch.training.entropy_use import EntropyUse
 from trustbatch.training.logprob_passes import OutputGradients, SliceStatistics
 
 CPU_SLICE_BYTES = 32 * 2**20
-"""of a slice of logits on a CPU: the models that one trains there have one slice or a few"""
+"""of a slice of logits on a CPU: models that are trained there need one slice or a few"""
 GPU_SLICE_BYTES = 2**30
-"""of a slice of logits on a GPU; the backward pass holds half as much besides, in bfloat16"""
+"""of a slice of logits on a GPU; the backward pass needs half as much again, in bfloat16"""
 SLICE_MULTIPLE = 128
-"""ids that a slice has a multiple of, so that rows stay aligned for tensor cores"""
+"""slices are multiples of it, so that rows stay aligned for tensor cores"""
+
+
+class EntropyUse(Enum):
+    """Whether the entropy of the policy is computed, and whether it has a gradient."""
+
+    NONE = 0
+    REPORTED = 1
+    LEARNED = 2
 
 
 def linear_logprobs(
@@ -51,16 +59,15 @@ def linear_logprobs(
     """Evaluate softmax((hidden weight^T + bias) / temperature) at the given tokens.
 
     Args:
-        hidden: [T, h], what the head is applied to.
+        hidden: [T, h], the input of the head.
         weight: [V, h] of the head.
         bias: [V]; -inf excludes a token.
         token_ids: [T] the sampled tokens.
         temperature: Divides the logits.
         top_token_ids: [T, K] further tokens, which may repeat each other and the sampled one.
         entropy: Whether to return the entropy, and whether it has a gradient.
-        precision: What the operands of all products are rounded to, as autocast would; by default
-            they keep their own. Products are summed and logits kept in float32 at least, whatever
-            autocast says.
+        precision: The dtype of the operands of all products, as with autocast (default: their
+            own). Products are summed and logits kept in at least float32, also under autocast.
 
     Returns:
         logp [T], top_logp [T, K] and entropy [T], in float32 (float64 for inputs in float64). An id
@@ -73,7 +80,7 @@ def linear_logprobs(
     logp, entropies = _LinearLogprobs.apply(
         hidden, weight, bias, ids.contiguous(), temperature, entropy, precision
     )
-    # copies, since FSDP warns of views among what the forward pass of a module returns
+    # copies, since FSDP warns about views among the outputs of a module
     top_logp = None if top_token_ids is None else logp[:, 1:].clone()
     return logp[:, 0].clone(), top_logp, entropies
 
@@ -81,7 +88,7 @@ def linear_logprobs(
 def linear_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, precision: torch.dtype | None = None
 ) -> Tensor:
-    """Return the logits [T, V] that `linear_logprobs` speaks of, for who needs them all."""
+    """Return all logits [T, V] of the head, computed as in `linear_logprobs`."""
     head = _Head(weight, bias, precision or torch.promote_types(hidden.dtype, weight.dtype))
     logits = head.logits(head.operand(hidden), head.operand(weight))
     return logits if head.bias is None else logits + head.bias
@@ -103,7 +110,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         head = _Head(weight, bias, precision)
         rows = head.operand(hidden)
-        statistics = SliceStatistics.of_nothing(
+        statistics = SliceStatistics.empty(
             ids, head.dtype, with_entropy=entropy_use is not EntropyUse.NONE
         )
         for first, last in _slices(len(hidden), len(weight), head.dtype, weight.device):
@@ -115,7 +122,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 first=first,
                 temperature=temperature,
             )
-            del logits  # or the next slice is made beside this one
+            del logits  # frees it before the next slice is computed
         normalizer = statistics.normalizer()
         logp = statistics.picked - normalizer[:, None]
         entropy = None if entropy_use is EntropyUse.NONE else statistics.entropy()
@@ -176,7 +183,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _Head:
-    """Products of the head, with operands in one precision and results in float32 at least."""
+    """Products of the head, with operands in one precision and results in at least float32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, precision: torch.dtype) -> None:
         self.precision = precision
@@ -187,7 +194,7 @@ class _Head:
     def operand(self, tensor: Tensor) -> Tensor:
         """Round a tensor to the precision."""
         rounded = tensor.to(self.precision)
-        # only CUDA multiplies bfloat16 into float32; elsewhere the rounded numbers are float32
+        # only CUDA multiplies bfloat16 into float32; elsewhere the rounded operands are float32
         return rounded if self.device == "cuda" else rounded.to(self.dtype)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
@@ -209,9 +216,9 @@ class _Head:
 def _slices(
     num_tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[int, int]]:
-    """Yield the first id of each slice and the one after its last; none without tokens.
+    """Yield the first id and the end of each slice; none without tokens.
 
-    Forward and backward pass have the same slices, so the same products give the same logits.
+    Forward and backward pass have the same slices, so that they compute the same logits.
     """
     if num_tokens == 0:
         return

@@ -76,7 +76,7 @@ def add_slice(
     first: int,
     temperature: float,
 ) -> None:
-    """Take the slice [T, n] of the ids from `first` on into account."""
+    """Add the slice [T, n] of the ids from `first` on."""
     num_tokens, width = logits.shape
     num_ids = statistics.ids.shape[1]
     _add_slice[(num_tokens,)](
@@ -145,8 +145,8 @@ def _picked_gradients(
     inverse_temperature,
     IDS: tl.constexpr,
 ):
-    # The whole value is computed again and not added to what is there: that was rounded, and where
-    # p is almost 1 the rounding of -p exceeds 1 - p. An id that repeats is stored twice, the same.
+    # The whole value is recomputed instead of added to the stored one, which was rounded: where p
+    # is almost 1, the rounding of -p exceeds 1 - p. A repeated id is stored twice, with one value.
     row = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, IDS)
     places = row * num_ids + slots

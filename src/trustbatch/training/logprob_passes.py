@@ -1,7 +1,7 @@
-"""What is done to a slice of logits between two matrix products, in plain torch.
+"""Passes over a slice of logits between two matrix products, in plain torch.
 
-A slice is [T, n]: all tokens, the vocabulary's ids from `first` on. `logprob_kernels` has the same
-two functions for a GPU.
+A slice is [T, n]: all tokens, and n ids of the vocabulary starting at `first`. `logprob_kernels`
+has the same two functions for a GPU.
 """
 
 from dataclasses import dataclass
@@ -16,27 +16,27 @@ LOWEST_LOGP = -1e4
 
 @dataclass
 class SliceStatistics:
-    """What the slices seen so far say about softmax(logits / temperature) of T tokens."""
+    """Running statistics of softmax(logits / temperature) of T tokens over the slices so far."""
 
     ids: Tensor
-    """[T, J] int64: the tokens whose logits are wanted"""
+    """[T, J] int64: the tokens whose log-probs are computed"""
     picked: Tensor
-    """[T, J] their logits over the temperature; NaN where no slice had them yet"""
+    """[T, J] their logits over the temperature; NaN until their slice is added"""
     maximum: Tensor
     """[T] of the logits x"""
     total: Tensor
     """[T] sum of exp(x - maximum)"""
     weighted: Tensor | None
-    """[T] sum of exp(x - maximum) (x - maximum), where the entropy is wanted"""
+    """[T] sum of exp(x - maximum) (x - maximum), if the entropy is computed"""
 
     @classmethod
-    def of_nothing(cls, ids: Tensor, dtype: torch.dtype, *, with_entropy: bool) -> Self:
+    def empty(cls, ids: Tensor, dtype: torch.dtype, *, with_entropy: bool) -> Self:
         """Return the statistics before the first slice."""
         zeros = torch.zeros(len(ids), dtype=dtype, device=ids.device)
         return cls(
             ids=ids,
             picked=torch.full(ids.shape, torch.nan, dtype=dtype, device=ids.device),
-            # the lowest number and not -inf, so that no difference below is -inf - -inf
+            # the lowest number instead of -inf, so that no difference below is -inf - -inf
             maximum=torch.full_like(zeros, torch.finfo(dtype).min),
             total=zeros,
             weighted=zeros.clone() if with_entropy else None,
@@ -54,7 +54,7 @@ class SliceStatistics:
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """What the backward pass knows of T tokens beside their logits."""
+    """The inputs of the backward pass for T tokens, besides their logits."""
 
     ids: Tensor
     """[T, J] int64"""
@@ -65,7 +65,7 @@ class OutputGradients:
     normalizer: Tensor
     """[T]"""
     entropy: Tensor | None
-    """[T], where the loss depends on it"""
+    """[T], if the loss depends on it"""
     d_entropy: Tensor | None
     """[T]"""
 
@@ -78,7 +78,7 @@ def add_slice(
     first: int,
     temperature: float,
 ) -> None:
-    """Take the slice [T, n] of the ids from `first` on into account; overwrites `logits`."""
+    """Add the slice [T, n] of the ids from `first` on; overwrites `logits`."""
     x = _scaled(logits, bias, temperature)
     inside, column = _columns(statistics.ids, first, x.shape[1])
     statistics.picked = torch.where(inside, x.gather(1, column), statistics.picked)
@@ -107,8 +107,8 @@ def logit_gradients(
 ) -> Tensor:
     """Return the gradient [T, n] in `dtype` with respect to a slice; overwrites `logits`.
 
-    With x = logits / temperature and p = softmax(x), a log-prob has the gradient onehot - p, and
-    the entropy H has -p (log p + H).
+    With x = logits / temperature and p = softmax(x), the gradient of a log-prob is onehot - p,
+    and that of the entropy H is -p (log p + H).
     """
     log_p = _scaled(logits, bias, temperature).sub_(outputs.normalizer[:, None])
     gradient = log_p.exp()

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from trustbatch.batching.micro_batches import MicroBatch
 from trustbatch.models.policy import Policy
-from trustbatch.training.entropy_use import EntropyUse
-from trustbatch.training.linear_logprobs import linear_logits, linear_logprobs
+from trustbatch.training.linear_logprobs import EntropyUse, linear_logits, linear_logprobs
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """What one forward pass says about the T response tokens of a micro-batch."""
+    """The result of one forward pass for the T response tokens of a micro-batch."""
 
     logp: Tensor
     """[T] float32"""
@@ -65,7 +64,7 @@ def _without_logits(
 
 
 def response_logits(policy: Policy, batch: MicroBatch) -> Tensor:
-    """Return the logits [T, V] that predict each response token, as log-probs are made of them."""
+    """Return the logits [T, V] that predict the response tokens, as `token_logprobs` uses them."""
     head = policy.head
     if head is None:
         logits = policy.logits_at(batch.input_ids, batch.packed, batch.index)
@@ -81,7 +80,7 @@ def _with_all_logits(
     top_token_ids: Tensor | None,
     entropy: EntropyUse,
 ) -> _Evaluated:
-    """Do the same for a model that caps or scales its logits: they are all in memory."""
+    """Evaluate a model that caps or scales its logits, with all logits in memory."""
     logits = response_logits(policy, batch) / temperature
     normalizer = logits.logsumexp(-1)
     top_logp = None
@@ -96,5 +95,5 @@ def _entropy(logits: Tensor, normalizer: Tensor, use: EntropyUse) -> Tensor | No
         return None
     with torch.set_grad_enabled(use is EntropyUse.LEARNED and torch.is_grad_enabled()):
         probability = torch.exp(logits - normalizer[:, None])
-        # a token the policy excludes has logit -inf and adds 0, not 0 * -inf
+        # a token that the policy excludes has logit -inf and adds 0, not 0 * -inf
         return normalizer - (probability * logits.nan_to_num(neginf=0.0)).sum(-1)

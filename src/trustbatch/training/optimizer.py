@@ -1,4 +1,4 @@
-"""AdamW, with moments in 32 or in 8 bits, and its learning-rate schedule."""
+"""AdamW, with moments in 32 or 8 bits, and its learning-rate schedule."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from trustbatch.errors import ConfigError
-from trustbatch.training.compiler import refuse_missing_compiler
+from trustbatch.training.layers import refuse_missing_compiler
 
 
 def build_optimizer(
@@ -51,8 +51,8 @@ def learning_rate_factor(
 ) -> float:
     """Return the factor of the peak learning rate at the step-th optimizer step, from 0.
 
-    Linear warm-up, then a cosine to zero or a constant. A pure function of the step: a resumed run
-    needs no state for it.
+    Linear warm-up, then a cosine to zero or a constant. It depends on the step alone, so a resumed
+    run needs no state for it.
     """
     num_warmup = math.ceil(warmup_fraction * total_steps)
     if step < num_warmup:

@@ -1,4 +1,4 @@
-"""Parameters divided over the ranks: FSDP2, one decoder layer at a time."""
+"""Parameters sharded over the ranks by FSDP2, one decoder layer at a time."""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,11 +17,11 @@ from trustbatch.utils.distributed import num_ranks
 
 
 def shard(policy: Policy, *, device: torch.device, offload: bool = False) -> None:
-    """Leave each rank its part of every parameter, gathered layer by layer when it is computed.
+    """Shard every parameter over the ranks; layers are gathered one by one when they are computed.
 
-    The gradient becomes the sum over ranks, not their mean: objectives divide by the totals of the
-    whole step. Embedding, last norm and head are gathered in float32, so that the residual stream
-    stays float32 as in a single process; the layers in the precision of their products.
+    Gradients are summed over ranks, not averaged: objectives divide by the totals of the whole
+    step. Embedding, last norm and head are gathered in float32, so that the residual stream stays
+    float32 as in a single process; the layers in the precision of their products.
     """
     mesh = init_device_mesh(device.type, (num_ranks(),))
     placement = CPUOffloadPolicy() if offload else OffloadPolicy()
@@ -37,13 +37,13 @@ def shard(policy: Policy, *, device: torch.device, offload: bool = False) -> Non
     for module in policy.root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # a plain sum: only NCCL knows one with a factor, also if that is 1
+            # a plain sum: only NCCL supports one with a factor, even if the factor is 1
             module.set_force_sum_reduction_for_comms(True)
     policy.device = device
 
 
 def refuse_useless_offload(config: TrainingConfig, device: torch.device) -> None:
-    """Refuse `training.cpu_offload` where nothing is divided, or host memory is all there is."""
+    """Refuse `training.cpu_offload` without a GPU or without sharding, where it has no effect."""
     if not config.cpu_offload:
         return
     if device.type == "cpu":
@@ -53,6 +53,6 @@ def refuse_useless_offload(config: TrainingConfig, device: torch.device) -> None
         )
     if num_ranks() == 1:
         raise ConfigError(
-            "training.cpu_offload belongs to parameters that are divided over several processes: "
+            "training.cpu_offload only applies to parameters sharded over several processes: "
             "start the run with torchrun, or set it to false."
         )

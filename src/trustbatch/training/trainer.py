@@ -1,30 +1,29 @@
-"""The update: from train sequences to a better policy."""
+"""The policy update: from train sequences to optimizer steps."""
 
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
-from trustbatch.batching.samples import mini_batches
+from trustbatch.batching.sequences import mini_batches
 from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import Objective, ObjectiveOutput, TokenBatch, Totals
 from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_steps, merge_metrics
 from trustbatch.training.activation_budget import ActivationBudget
-from trustbatch.training.lag_ratios import lag_ratios, lags_of
-from trustbatch.training.layer_calls import compile_layers, recompute_layers
-from trustbatch.training.logprobs import EntropyUse, TokenLogprobs, token_logprobs
+from trustbatch.training.layers import compile_layers, recompute_layers
+from trustbatch.training.logprobs import EntropyUse, token_logprobs
 from trustbatch.training.optimizer import (
     build_optimizer,
     learning_rate_factor,
     set_learning_rate,
 )
-from trustbatch.training.policy_ratios import policy_ratios
+from trustbatch.training.ratio_metrics import lag_ratios, lags_of, policy_ratios
 from trustbatch.training.sharding import refuse_useless_offload
 from trustbatch.types import TrainSequence
 from trustbatch.utils.distributed import (
@@ -36,20 +35,12 @@ from trustbatch.utils.distributed import (
 )
 
 MAX_CONSECUTIVE_SKIPS = 5
+"""optimizer steps without a usable gradient after which training stops"""
 _Measure = Callable[[TokenBatch, MicroBatch], Metrics]
 
 
-@dataclass(frozen=True)
-class _Anchored:
-    """A micro-batch on the device, with the log-probs that stay fixed during a pass."""
-
-    batch: MicroBatch
-    proximal: TokenLogprobs | None
-    reference_logp: Tensor | None
-
-
 class Trainer:
-    """Takes `passes` over each batch of rollouts, in `mini_batches` optimizer steps a pass."""
+    """Trains a policy: `passes` over each batch of rollouts, `mini_batches` steps per pass."""
 
     def __init__(
         self,
@@ -88,18 +79,17 @@ class Trainer:
     ) -> dict[str, float]:
         """Update the policy on one batch of rollouts; returns the metrics of all its steps.
 
-        With the `version` of the policy now, what it sampled at earlier ones is also measured by
-        lag.
+        With the current `version` of the policy, the ratios are also reported per lag.
         """
-        if not sequences:  # no completion of the batch could be graded
+        if not sequences:  # no completion of the batch was graded
             num_skipped = self.config.passes * self.config.mini_batches
             self.num_optimizer_steps += num_skipped
             return {"steps/skipped": float(num_skipped)}
         steps: list[Metrics] = []
-        apart = self._apart(sequences, version)
+        measures = self._ratio_measures(sequences, version)
         for pass_number in range(self.config.passes):
             seed = f"{self.seed}:{self.num_optimizer_steps}:{pass_number}"
-            parts = [
+            parts = [  # one per optimizer step
                 micro_batches(
                     part,
                     max_tokens=self.config.micro_batch_tokens,
@@ -111,13 +101,15 @@ class Trainer:
                 )
                 for part in mini_batches(sequences, self.config.mini_batches, seed=seed)
             ]
-            # the proximal policy is the one at the start of the pass: all anchors come first
-            anchored = [[self._anchor(batch, len(parts)) for batch in part] for part in parts]
-            steps += [self._optimizer_step(part, apart) for part in anchored]
+            # the proximal policy is the one at the start of the pass, so this precedes all steps
+            prepared = [[self._prepare(batch, len(parts)) for batch in part] for part in parts]
+            steps += [self._optimizer_step(part, measures) for part in prepared]
         return average_over_steps(steps)
 
-    def _apart(self, sequences: Sequence[TrainSequence], version: int | None) -> list[_Measure]:
-        """Return what measures parts of the batch, where it has several or old ones."""
+    def _ratio_measures(
+        self, sequences: Sequence[TrainSequence], version: int | None
+    ) -> list[_Measure]:
+        """Return the metrics per policy and per lag, where the batch has several of them."""
         measures: list[_Measure] = []
         name = self.policy.name
         if len({sequence.completion.provenance.policy for sequence in sequences}) > 1:
@@ -126,15 +118,17 @@ class Trainer:
             measures.append(functools.partial(lag_ratios, policy=name, version=version))
         return measures
 
-    def _optimizer_step(self, parts: Sequence[_Anchored], apart: Sequence[_Measure]) -> Metrics:
-        """Accumulate the gradient of all micro-batches, then step once, or not at all."""
+    def _optimizer_step(
+        self, batches: Sequence[MicroBatch], measures: Sequence[_Measure]
+    ) -> Metrics:
+        """Accumulate the gradient of all micro-batches, then take one step if it is finite."""
         from_policy = self.objective.totals_need_policy
-        totals, outputs = self._accumulate(parts, apart, from_policy=from_policy)
+        totals, outputs = self._accumulate(batches, measures, from_policy=from_policy)
         counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
         if counted != int(totals.num_tokens):
-            # the policy itself gave a non-finite log-prob, which the data could not foretell
+            # the policy itself gave a non-finite log-prob, which the data alone does not show
             self.optimizer.zero_grad(set_to_none=True)
-            totals, outputs = self._accumulate(parts, apart, from_policy=True)
+            totals, outputs = self._accumulate(batches, measures, from_policy=True)
         parameters = [parameter for _, parameter in self.policy.trained_parameters()]
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip))
         loss = all_reduce_sum(torch.stack([output.loss.detach() for output in outputs]).sum())
@@ -142,125 +136,130 @@ class Trainer:
         usable = bool((totals.num_tokens > 0) & torch.isfinite(norm) & torch.isfinite(loss))
         if usable:
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)  # generation needs the memory
+        self.optimizer.zero_grad(set_to_none=True)  # frees memory for generation
         self._count_skips(usable)
         self.num_optimizer_steps += 1
-        of_ranks = all_gather(merge_metrics(output.metrics for output in outputs))
-        metrics = merge_metrics(of_ranks)
+        metrics = merge_metrics(all_gather(merge_metrics(output.metrics for output in outputs)))
         metrics["gradient/norm"] = Mean.of(norm)
         metrics["learning_rate"] = Mean.of(torch.tensor(learning_rate, dtype=torch.float64))
         metrics["steps/skipped"] = Count(torch.tensor(float(not usable)))
         return metrics
 
     def _accumulate(
-        self, parts: Sequence[_Anchored], apart: Sequence[_Measure], *, from_policy: bool
+        self, batches: Sequence[MicroBatch], measures: Sequence[_Measure], *, from_policy: bool
     ) -> tuple[Totals, list[ObjectiveOutput]]:
-        """Add up the gradient of all micro-batches, each weighed by the totals of the step."""
-        held = self._hold(parts) if from_policy or len(parts) == 1 else {}
-        totals = self._totals(parts, held, from_policy=from_policy)
+        """Add up the gradient of all micro-batches, each weighted by the totals of the step."""
+        held = self._hold(batches) if from_policy or len(batches) == 1 else {}
+        totals = self._totals(batches, held, from_policy=from_policy)
         outputs = []
-        for number, part in enumerate(parts):
+        for number, batch in enumerate(batches):
             tokens = held.pop(number, None)
             if tokens is None:
-                tokens = self._tokens(part)
+                tokens = self._forward(batch)
             output = self.objective(tokens, totals)
             output.loss.backward()
-            for measure in apart:
-                output.metrics.update(measure(tokens, part.batch))
+            for measure in measures:
+                output.metrics.update(measure(tokens, batch))
             outputs.append(output)
-            del tokens  # or its graph lives on beside the next
+            del tokens  # frees its graph before the next forward pass
         return totals, outputs
 
-    def _hold(self, parts: Sequence[_Anchored]) -> dict[int, TokenBatch]:
-        """Run the first passes with gradient, as many as memory holds side by side.
+    def _hold(self, batches: Sequence[MicroBatch]) -> dict[int, TokenBatch]:
+        """Run the first forward passes with gradient, as many as fit into memory together.
 
-        They serve twice: for the totals of the step, and for its gradient.
+        Their results serve both for the totals of the step and for its gradient.
         """
-        room = ActivationBudget(self.policy)
+        budget = ActivationBudget(self.policy)
         held: dict[int, TokenBatch] = {}
-        for number, part in enumerate(parts):
-            if number and not room.has_one_more():
+        for number, batch in enumerate(batches):
+            if number and not budget.has_room():
                 break
-            with room.measured():
-                held[number] = self._tokens(part)
+            with budget.measured():
+                held[number] = self._forward(batch)
         return held
 
     def _totals(
-        self, parts: Sequence[_Anchored], held: Mapping[int, TokenBatch], *, from_policy: bool
+        self, batches: Sequence[MicroBatch], held: Mapping[int, TokenBatch], *, from_policy: bool
     ) -> Totals:
-        """Totals of the step: from passes that are held, a pre-pass, or from the data alone."""
+        """Return the totals of the step: from held passes, a pre-pass, or the data alone."""
         totals: list[Totals] = []
-        for number, part in enumerate(parts):
+        for number, batch in enumerate(batches):
             tokens = held.get(number)
             if tokens is None:
-                logp = part.batch.behavior_logp
+                logp = batch.behavior_logp
                 if from_policy:
                     with torch.no_grad():
                         logp = token_logprobs(
-                            self.policy, part.batch, temperature=self.policy_temperature
+                            self.policy, batch, temperature=self.policy_temperature
                         ).logp
-                tokens = self._pack(part, logp)
+                tokens = self._token_batch(batch, logp)
             totals.append(self.objective.totals(tokens))
         of_ranks: list[Totals] = all_gather(functools.reduce(operator.add, totals))
         return functools.reduce(operator.add, of_ranks).to(self.policy.device)
 
-    def _tokens(self, part: _Anchored) -> TokenBatch:
-        """Run the policy with gradient, and lay its tokens beside what is known of them."""
+    def _forward(self, batch: MicroBatch) -> TokenBatch:
+        """Run the policy with gradient; returns the input of the objective."""
         current = token_logprobs(
             self.policy,
-            part.batch,
+            batch,
             temperature=self.policy_temperature,
             with_top=self.objective.needs_top_logp,
             entropy=EntropyUse.LEARNED if self.objective.entropy_coef else EntropyUse.REPORTED,
         )
-        return self._pack(part, current.logp, top_logp=current.top_logp, entropy=current.entropy)
+        return self._token_batch(
+            batch, current.logp, top_logp=current.top_logp, entropy=current.entropy
+        )
 
-    def _pack(
+    def _token_batch(
         self,
-        part: _Anchored,
+        batch: MicroBatch,
         logp: Tensor,
         *,
         top_logp: Tensor | None = None,
         entropy: Tensor | None = None,
     ) -> TokenBatch:
-        batch, proximal = part.batch, part.proximal
         with_top, with_anchor = self.objective.needs_top_logp, self.objective.needs_anchor
-        if proximal is None and self.objective.needs_proximal:
-            # a pass of one step: the policy that starts it is the policy that takes it
-            detached_top = None if top_logp is None else top_logp.detach()
-            proximal = TokenLogprobs(logp.detach(), detached_top, None)
+        proximal_logp, proximal_top_logp = batch.proximal_logp, batch.proximal_top_logp
+        if proximal_logp is None and self.objective.needs_proximal:
+            # in a pass of one step, the policy before the step is the proximal policy
+            proximal_logp = logp.detach()
+            proximal_top_logp = None if top_logp is None else top_logp.detach()
         return TokenBatch(
             logp=logp,
             behavior_logp=batch.behavior_logp,
             advantage=batch.advantage,
             sequence=batch.sequence,
-            proximal_logp=proximal.logp if proximal else None,
-            reference_logp=part.reference_logp,
+            proximal_logp=proximal_logp,
+            reference_logp=batch.reference_logp,
             entropy=entropy,
             top_logp=top_logp,
             behavior_top_logp=batch.behavior_top_logp if with_top else None,
             source=batch.source,
             anchor_logp=batch.anchor_logp if with_anchor else None,
             anchor_top_logp=batch.anchor_top_logp if with_top and with_anchor else None,
-            proximal_top_logp=proximal.top_logp if proximal and top_logp is not None else None,
+            proximal_top_logp=proximal_top_logp if top_logp is not None else None,
         )
 
-    def _anchor(self, batch: MicroBatch, steps_in_pass: int) -> _Anchored:
+    def _prepare(self, batch: MicroBatch, steps_in_pass: int) -> MicroBatch:
+        """Move a batch to the device, and fill in the log-probs that stay fixed during a pass."""
         batch = batch.to(self.policy.device)
         needs_snapshot = self.objective.needs_proximal and steps_in_pass > 1
         temperature, with_top = self.policy_temperature, self.objective.needs_top_logp
-        proximal = reference = None
+        fixed: dict[str, Tensor | None] = {}
         with torch.no_grad():
             if needs_snapshot:
                 proximal = token_logprobs(
                     self.policy, batch, temperature=temperature, with_top=with_top
                 )
+                fixed["proximal_logp"] = proximal.logp
+                fixed["proximal_top_logp"] = proximal.top_logp
             if self.reference is not None:
-                reference = token_logprobs(self.reference, batch, temperature=temperature).logp
-        return _Anchored(batch, proximal, reference)
+                reference = token_logprobs(self.reference, batch, temperature=temperature)
+                fixed["reference_logp"] = reference.logp
+        return replace(batch, **fixed)
 
     def _set_learning_rate(self, factor: float) -> float:
-        """Set the schedule's learning rate times what the objective makes of it."""
+        """Set the schedule's learning rate times the factor of the objective."""
         config = self.config
         scheduled = config.learning_rate * learning_rate_factor(
             self.num_optimizer_steps,
@@ -277,12 +276,12 @@ class Trainer:
             raise DivergedError(
                 f"The last {MAX_CONSECUTIVE_SKIPS} optimizer steps had no usable gradient "
                 "(non-finite, or no measurable token) and were skipped: lower "
-                "training.learning_rate, or look at tokens/nonfinite for broken log-probs."
+                "training.learning_rate, or check tokens/nonfinite for broken log-probs."
             )
 
 
 def _prepare_layers(policies: Sequence[Policy], config: TrainingConfig) -> None:
-    """Arrange how layers are run; a reference on the policy's own parameters has its layers."""
+    """Compile and checkpoint layers; a reference may share the model of the policy."""
     models = {policy.model: None for policy in policies}
     if config.compile:
         for model in models:

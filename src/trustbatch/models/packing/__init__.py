@@ -1,1 +1,1 @@
-"""Sequences laid end to end: what a model computes is tokens, never padding."""
+"""Packed sequences: a forward pass over tokens without padding."""

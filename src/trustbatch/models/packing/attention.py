@@ -1,8 +1,8 @@
-"""Attention over packed tokens, as an implementation that transformers' models can be given.
+"""Attention over packed tokens, registered as an attention implementation of transformers.
 
-A model with it behaves as with `sdpa` until a forward pass has a `packed` layout among its
-arguments, which reaches each layer's attention (through gradient checkpointing and compilation
-too, since it is an argument and not a global state).
+A model with it behaves as with `sdpa`, unless a forward pass has a `packed` layout among its
+arguments. The layout reaches each layer's attention, also through gradient checkpointing and
+compilation, since it is an argument and not global state.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from trustbatch.models.packing.layout import PackedLayout, Table
 
 NAME = "trustbatch_packed"
 REPLACES = "sdpa"
-"""the implementation that a model must have had, and keeps where nothing is packed"""
+"""the implementation that a model must have, and uses where nothing is packed"""
 
 _BY_SPEED = [
     SDPBackend.CUDNN_ATTENTION,
@@ -30,18 +30,18 @@ _BY_SPEED = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""kernels of a GPU; torch's own order has cuDNN's later, which is nearly twice as fast on Hopper"""
-_FEW_LENGTHS = 512
-"""long sequences are padded to a multiple of it: cuDNN takes 0.1 s to prepare for a new length"""
+"""GPU kernels; torch's own order prefers others to cuDNN's, which is nearly 2x faster on Hopper"""
+_LENGTH_MULTIPLE = 512
+"""long sequences are padded to a multiple of it: cuDNN needs 0.1 s for each new length"""
 _LARGEST_HEAD = 256
 """of the FlashAttention kernels"""
-# torch 2.11 takes fewer key than query heads as they are, later versions want to be told
+# torch 2.11 accepts fewer key than query heads by itself, later versions need a flag
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
 
-@torch.compiler.disable  # what is compiled must not depend on how one batch is laid out
+@torch.compiler.disable  # a compiled graph must not depend on the layout of one batch
 def packed_attention(
     module: Any,
     query: Tensor,
@@ -54,7 +54,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend from query [1, Hq, N, D] to key and value [1, Hkv, N, D] within each unit."""
+    """Attend from query [1, Hq, N, D] to key and value [1, Hkv, N, D] within each segment."""
     if packed is None:
         return sdpa_attention_forward(
             module,
@@ -72,7 +72,7 @@ def packed_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (part.to(dtype) for part in (query, key, value))
     attended = _attend(query, key, value, packed, scaling, sliding_window)
-    # in one order and no view, whoever computed it: compiled layers are made for both
+    # always contiguous and never a view, since compiled layers depend on the memory layout
     attended = attended.contiguous()
     return torch.ops.aten._unsafe_view(attended, (1, *attended.shape)), None
 
@@ -96,12 +96,12 @@ def _attend(
 
 
 AttentionInterface.register(NAME, packed_attention)
-# only calls without a layout need a mask: those with one bring their own, see `no_mask`
+# only calls without a layout need a mask; for the others see `no_mask`
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """Return a ready-made mask, so that a model makes none of its own; nobody looks at it."""
+    """Return a dummy mask, so that a model does not create one; packed attention ignores it."""
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -149,9 +149,9 @@ def _attend_on_gpu(
 
 
 def _attend_alone(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Return [1, Hq, L, D] of one sequence, padded on the right, where no token looks."""
+    """Return [1, Hq, L, D] of one sequence; padding on the right is never attended to."""
     length = query.shape[2]
-    room = (0, 0, 0, -length % _FEW_LENGTHS)
+    room = (0, 0, 0, -length % _LENGTH_MULTIPLE)
     query, key, value = (pad(part, room) for part in (query, key, value))
     attended = scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
@@ -167,7 +167,7 @@ def _attend_in_tables(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return [N, Hq, D] of query [N, Hq, D], key and value [N, Hkv, D], padded in here alone."""
+    """Return [N, Hq, D] of query [N, Hq, D], key and value [N, Hkv, D], padded only in here."""
     queries, keys, values = (_to_tables(part, packed) for part in (query, key, value))
     outputs = []
     for number, table in enumerate(packed.tables):
@@ -179,8 +179,8 @@ def _attend_in_tables(
         outputs.append(_attend_in_rows(queries[number], k, v, table, scaling, window))
     if packed.padded is None:
         return outputs[0].flatten(0, 1)
-    assert packed.place is not None
-    return _FromPlaces.apply(torch.cat([part.flatten(0, 1) for part in outputs]), packed.place)  # type: ignore[return-value]
+    assert packed.slot is not None
+    return _FromSlots.apply(torch.cat([part.flatten(0, 1) for part in outputs]), packed.slot)  # type: ignore[return-value]
 
 
 def _attend_in_rows(
@@ -206,46 +206,46 @@ def _attend_in_rows(
 
 
 def _to_tables(tokens: Tensor, packed: PackedLayout) -> list[Tensor]:
-    """Return tokens [N, H, D] as one [B, L, H, D] a table."""
+    """Return tokens [N, H, D] as one [B, L, H, D] per table."""
     if packed.padded is None:
-        placed = [tokens]
+        slots = [tokens]
     else:
-        everywhere: Tensor = _ToPlaces.apply(tokens, packed.padded, packed.place)  # type: ignore[assignment]
-        placed = everywhere.split([table.rows * table.width for table in packed.tables])
+        everywhere: Tensor = _ToSlots.apply(tokens, packed.padded, packed.slot)  # type: ignore[assignment]
+        slots = everywhere.split([table.rows * table.width for table in packed.tables])
     return [
         part.unflatten(0, (table.rows, table.width))
-        for part, table in zip(placed, packed.tables, strict=True)
+        for part, table in zip(slots, packed.tables, strict=True)
     ]
 
 
-class _ToPlaces(torch.autograd.Function):
-    """Copy tokens to their places; what is at a place of padding never has a gradient.
+class _ToSlots(torch.autograd.Function):
+    """Copy tokens to their slots in the tables; padding slots never have a gradient.
 
-    No sum is needed on the way back, and autograd's own would be slow on a CPU.
+    So the backward pass needs no sum, and autograd's own would be slow on a CPU.
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, padded: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, tokens: Tensor, padded: Tensor, slot: Tensor) -> Tensor:
+        ctx.save_for_backward(slot)
         return tokens.index_select(0, padded)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return gradients[0].index_select(0, place), None, None
+        (slot,) = ctx.saved_tensors
+        return gradients[0].index_select(0, slot), None, None
 
 
-class _FromPlaces(torch.autograd.Function):
-    """Take tokens from their places."""
+class _FromSlots(torch.autograd.Function):
+    """Gather tokens from their slots in the tables."""
 
     @staticmethod
-    def forward(ctx: Any, everywhere: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.num_places = len(everywhere)
-        return everywhere.index_select(0, place)
+    def forward(ctx: Any, everywhere: Tensor, slot: Tensor) -> Tensor:
+        ctx.save_for_backward(slot)
+        ctx.num_slots = len(everywhere)
+        return everywhere.index_select(0, slot)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (place,), (gradient,) = ctx.saved_tensors, gradients
-        everywhere = gradient.new_zeros(ctx.num_places, *gradient.shape[1:])
-        return everywhere.index_copy_(0, place, gradient), None
+        (slot,), (gradient,) = ctx.saved_tensors, gradients
+        everywhere = gradient.new_zeros(ctx.num_slots, *gradient.shape[1:])
+        return everywhere.index_copy_(0, slot, gradient), None

@@ -1,9 +1,9 @@
-"""Which of the tokens that lie end to end may see which.
+"""The layout of packed tokens: which token may attend to which.
 
-Tokens come in *units*. A unit is one sequence, or a prompt with several responses behind it: then
-each response sees the prompt and itself, and its positions go on from the prompt's. Attention
-alone needs to know: it looks at the tokens as rows of *tables*, padded inside the attention kernel
-and nowhere else, or, where every unit is one sequence, at the places where sequences begin.
+Tokens come in *segments*. A segment is one sequence, or a prompt followed by several responses that
+share it: each response attends to the prompt and to itself, and its positions continue those of the
+prompt. Only attention uses the layout: as rows of *tables*, which are padded inside attention and
+nowhere else, or, where every segment is one sequence, as the starts of the sequences.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 LONG_SEQUENCE = 2048
-"""sequences at least this long are attended to one at a time on a GPU"""
-WORTH_A_TABLE = 2**18
-"""attention scores of padding that must be saved before rows get a table of their own"""
+"""on a GPU, sequences at least this long get an attention call each"""
+MIN_SAVED_SCORES = 2**18
+"""number of padded attention scores that a further table must save"""
 
 
 @dataclass(frozen=True)
@@ -51,35 +51,35 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation(_OnDevice):
-    """The prompts before the rows of a table."""
+    """The prompts that precede the rows of a table."""
 
     table: int
-    """number of the table that holds them, one a row"""
+    """index of the table that holds the prompts, one per row"""
     of_row: Tensor
-    """[B] which of its rows each row continues"""
+    """[B] the row of that table which each row continues"""
     lengths: Tensor
-    """[B] tokens of that prompt; what is beyond is padding"""
+    """[B] length of that prompt; the rest of its row is padding"""
     width: int
-    """of the table that holds them"""
+    """of that table"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table(_OnDevice):
-    """B rows of up to L tokens, padded on the right, each seen by the later ones of its row."""
+    """B rows of up to L tokens, padded on the right, with causal attention within each row."""
 
     rows: int
     width: int
     before: Continuation | None = None
     mask: Tensor | None = None
-    """[B or 1, 1, L, prompts + L] what may be seen; None is plain causal attention"""
+    """[B or 1, 1, L, prompts + L] attention mask; None: plain causal attention"""
 
     @property
     def longest(self) -> int:
-        """No token is further than this from the first that it may see."""
+        """Upper bound of the distance between a token and the first that it attends to."""
         return self.width + (self.before.width if self.before else 0)
 
     def mask_within(self, window: int | None, device: torch.device) -> Tensor | None:
-        """Return the mask of a layer in which tokens see the last `window` tokens only."""
+        """Return the mask of a layer in which tokens attend to the last `window` tokens only."""
         if window is None or window >= self.longest:
             return self.mask
         place = torch.arange(self.width, device=device)
@@ -94,95 +94,99 @@ class Table(_OnDevice):
         return self.mask & (distance < window)[:, None]
 
 
-# not frozen: torch's compiler looks into frozen dataclasses, and would compile for each layout
+# not frozen: torch.compile specializes on frozen dataclasses, and would recompile per layout
 @dataclass(kw_only=True)
 class PackedLayout(_OnDevice):
-    """How N tokens that lie end to end are divided, for the attention of every layer."""
+    """How N packed tokens are divided, for the attention of every layer."""
 
     position_ids: Tensor
     """[N]"""
     starts: Tensor | None
-    """[S + 1] int32, where each sequence begins, and N; None where prompts are shared"""
+    """[S + 1] int32, the start of each sequence, and N; None where prompts are shared"""
     longest: int
-    """tokens of the longest unit"""
+    """tokens of the longest segment"""
     separate: tuple[int, ...] | None
-    """lengths of the sequences, where they are worth a kernel each"""
+    """lengths of the sequences, where each gets an attention call of its own"""
     tables: tuple[Table, ...]
     padded: Tensor | None
-    """[M] which token is at each place of all tables; None where tables are a mere view"""
-    place: Tensor | None
-    """[N] at which place each token is"""
+    """[M] the token in each slot of all tables; None where a view of the tokens is the table"""
+    slot: Tensor | None
+    """[N] the slot of each token"""
 
     @classmethod
-    def of(cls, units: Sequence[Segment]) -> "PackedLayout":
-        """Lay units out in the given order."""
+    def of(cls, segments: Sequence[Segment]) -> "PackedLayout":
+        """Build the layout of segments in the given order."""
         begins = [0]
-        for unit in units:
-            begins.append(begins[-1] + unit.num_tokens)
-        is_shared = any(unit.responses for unit in units)
-        lengths = tuple(unit.num_tokens for unit in units)
-        tables, index, place = _tables(units, begins)
+        for segment in segments:
+            begins.append(begins[-1] + segment.num_tokens)
+        is_shared = any(segment.responses for segment in segments)
+        lengths = tuple(segment.num_tokens for segment in segments)
+        tables, index, slot = _tables(segments, begins)
         is_view = len(tables) == 1 and torch.equal(index, torch.arange(begins[-1]))
         return cls(
-            position_ids=_positions(units),
+            position_ids=_positions(segments),
             starts=None if is_shared else torch.tensor(begins, dtype=torch.int32),
             longest=max(lengths),
-            separate=lengths if not is_shared and _worth_a_kernel_each(lengths) else None,
+            separate=lengths if not is_shared and _are_all_long(lengths) else None,
             tables=tables,
             padded=None if is_view else index,
-            place=None if is_view else place,
+            slot=None if is_view else slot,
         )
 
 
-def _worth_a_kernel_each(lengths: Sequence[int]) -> bool:
+def _are_all_long(lengths: Sequence[int]) -> bool:
     return min(lengths) >= LONG_SEQUENCE
 
 
 def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Return start, start + 1, ... of every length, end to end."""
+    """Return the concatenated ranges start, start + 1, ... of the given lengths."""
     counts = torch.tensor(lengths, dtype=torch.int64)
     shifts = torch.tensor(starts, dtype=torch.int64) - (counts.cumsum(0) - counts)
     return torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts)
 
 
-def _positions(units: Sequence[Segment]) -> Tensor:
-    starts = [start for unit in units for start in (0, *[unit.prompt] * len(unit.responses))]
-    lengths = [length for unit in units for length in (unit.prompt, *unit.responses)]
+def _positions(segments: Sequence[Segment]) -> Tensor:
+    starts = [
+        start for segment in segments for start in (0, *[segment.prompt] * len(segment.responses))
+    ]
+    lengths = [length for segment in segments for length in (segment.prompt, *segment.responses)]
     return ranges(starts, lengths)
 
 
 class _Row(NamedTuple):
-    """A run of tokens that becomes a row of a table."""
+    """Consecutive tokens that become a row of a table."""
 
     start: int
     length: int
-    unit: int
+    segment: int
 
 
 def _tables(
-    units: Sequence[Segment], begins: Sequence[int]
+    segments: Sequence[Segment], begins: Sequence[int]
 ) -> tuple[tuple[Table, ...], Tensor, Tensor]:
-    """Return all tables, the token at each of their places [M], the place of each token [N]."""
+    """Return all tables, the token in each of their slots [M], and the slot of each token [N]."""
     tables: list[Table] = []
     rows: list[list[_Row]] = []
-    heads = [_Row(begins[number], unit.prompt, number) for number, unit in enumerate(units)]
+    heads = [
+        _Row(begins[number], segment.prompt, number) for number, segment in enumerate(segments)
+    ]
     for prompts in _by_length(heads):
         number_of_table = len(tables)
         tables.append(Table(rows=len(prompts), width=_width(prompts)))
         rows.append(prompts)
-        for responses in _by_length(_responses(prompts, units)):
+        for responses in _by_length(_responses(prompts, segments)):
             tables.append(_continuing(responses, prompts, number_of_table))
             rows.append(responses)
-    return tuple(tables), *_places(tables, rows, begins[-1])
+    return tuple(tables), *_slots(tables, rows, begins[-1])
 
 
-def _responses(prompts: Sequence[_Row], units: Sequence[Segment]) -> list[_Row]:
+def _responses(prompts: Sequence[_Row], segments: Sequence[Segment]) -> list[_Row]:
     found = []
     for prompt in prompts:
         start = prompt.start + prompt.length
-        for length in units[prompt.unit].responses:
+        for length in segments[prompt.segment].responses:
             if length:  # a response of one token has no input beside its prompt
-                found.append(_Row(start, length, prompt.unit))
+                found.append(_Row(start, length, prompt.segment))
             start += length
     return found
 
@@ -192,23 +196,23 @@ def _width(rows: Sequence[_Row]) -> int:
 
 
 def _by_length(rows: Sequence[_Row]) -> list[list[_Row]]:
-    """Divide rows into parts of similar length, where that saves much padding."""
+    """Split rows into tables of similar length, where that saves much padding."""
     tables: list[list[_Row]] = []
-    # stable, and equal lengths stay in their order: a mere view remains one
+    # a stable sort keeps the order of equal lengths, so that a view remains a view
     ordered = sorted(rows, key=lambda row: -row.length)
     for number, row in enumerate(ordered):
         width = tables[-1][0].length if tables else 0
         remaining = len(ordered) - number
         saved = remaining * (width**2 - row.length**2)
-        if not tables or (2 * row.length <= width and saved >= WORTH_A_TABLE):
+        if not tables or (2 * row.length <= width and saved >= MIN_SAVED_SCORES):
             tables.append([])
         tables[-1].append(row)
     return tables
 
 
 def _continuing(responses: Sequence[_Row], prompts: Sequence[_Row], table: int) -> Table:
-    row_of_unit = {prompt.unit: row for row, prompt in enumerate(prompts)}
-    of_row = torch.tensor([row_of_unit[response.unit] for response in responses])
+    row_of_segment = {prompt.segment: row for row, prompt in enumerate(prompts)}
+    of_row = torch.tensor([row_of_segment[response.segment] for response in responses])
     lengths = torch.tensor([prompt.length for prompt in prompts])[of_row]
     before = Continuation(table=table, of_row=of_row, lengths=lengths, width=_width(prompts))
     width = _width(responses)
@@ -226,11 +230,11 @@ def _continuing(responses: Sequence[_Row], prompts: Sequence[_Row], table: int) 
     return Table(rows=len(responses), width=width, before=before, mask=mask[:, None])
 
 
-def _places(
+def _slots(
     tables: Sequence[Table], rows: Sequence[Sequence[_Row]], num_tokens: int
 ) -> tuple[Tensor, Tensor]:
     indices: list[Tensor] = []
-    place = torch.empty(num_tokens, dtype=torch.int64)
+    slot = torch.empty(num_tokens, dtype=torch.int64)
     first = 0
     for table, members in zip(tables, rows, strict=True):
         starts = torch.tensor([row.start for row in members])[:, None]
@@ -239,7 +243,7 @@ def _places(
         is_token = column < lengths  # [B, L]
         index = starts + column.where(is_token, 0)  # padding repeats the first token of its row
         own = first + torch.arange(is_token.numel()).view_as(is_token)
-        place[index[is_token]] = own[is_token]
+        slot[index[is_token]] = own[is_token]
         indices.append(index.flatten())
         first += is_token.numel()
-    return torch.cat(indices), place
+    return torch.cat(indices), slot

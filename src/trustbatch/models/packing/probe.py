@@ -1,7 +1,7 @@
-"""Can this model compute packed tokens, and are its logits nothing but its output head?
+"""Can a model compute packed tokens, and are its logits the plain product of its output head?
 
-Both are found out by trying, on a few tokens: what a model's code does with its arguments can't be
-told from its name.
+Both are tested on a few tokens, since the name of a model does not tell what its code does with its
+arguments.
 """
 
 from typing import Any
@@ -25,14 +25,14 @@ _UNDERSTOOD = {
     "position_embeddings",  # already applied
     "output_router_logits",
 }
-"""what an attention layer may hand to its implementation"""
+"""arguments that an attention layer may pass to its implementation"""
 _PROMPT, _RESPONSES, _OTHERS = [2, 3, 4], [[5, 6], [7]], [[6, 3], [4, 4, 2, 5]]
 _LARGE_LOGIT = 100.0
 
 
 def enable_packing(model: Any) -> bool:
-    """Give a model the packed attention, unless it would then compute something else."""
-    if model.config._attn_implementation == NAME:  # another policy has the same model
+    """Give a model packed attention, unless that changes its results."""
+    if model.config._attn_implementation == NAME:  # the model is shared with another policy
         model.set_attn_implementation(REPLACES)
     if model.config._attn_implementation != REPLACES or not model._can_set_attn_implementation():
         return False
@@ -55,7 +55,7 @@ def has_plain_head(model: Any) -> bool:
     hidden = getattr(output, "last_hidden_state", None)
     if hidden is None or hidden.shape[-1] != head.in_features:
         return False
-    # a cap shows on large logits only
+    # a cap is visible on large logits only
     factor = _LARGE_LOGIT / float(head(hidden).abs().max().clamp(min=1e-6))
     hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:]))
     try:
@@ -73,20 +73,20 @@ def _agrees(found: Tensor | None, expected: Tensor) -> bool:
 
 @torch.no_grad()
 def _logits_alone(model: Any) -> Tensor:
-    """Return the logits of all sequences, each computed by itself."""
+    """Return the logits of all sequences, each computed separately."""
     sequences = [*([*_PROMPT, *response] for response in _RESPONSES), *_OTHERS]
     device = next(model.parameters()).device
     first, *rest = (
         model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
         for ids in sequences
     )
-    # the prompt is not computed again for its second response
+    # the shared prompt counts once
     return torch.cat([first, rest[0][len(_PROMPT) :], *rest[1:]])
 
 
 @torch.no_grad()
 def _logits_packed(model: Any) -> Tensor | None:
-    """Return the same from one packed pass; None where that is not possible."""
+    """Return the same from one packed pass, or None where the model does not support it."""
     windows: list[int | None] = []
     unknown: set[str] = set()
 
@@ -100,11 +100,9 @@ def _logits_packed(model: Any) -> Tensor | None:
     AttentionInterface.register(_PROBE, watched)
     AttentionMaskInterface.register(_PROBE, sdpa_mask)
     device = next(model.parameters()).device
-    units = [
-        Segment(len(_PROMPT), tuple(map(len, _RESPONSES))),
-        *(Segment(len(o)) for o in _OTHERS),
-    ]
-    layout: PackedLayout = PackedLayout.of(units).to(device)
+    shared = Segment(len(_PROMPT), tuple(map(len, _RESPONSES)))
+    segments = [shared, *(Segment(len(other)) for other in _OTHERS)]
+    layout: PackedLayout = PackedLayout.of(segments).to(device)
     ids = [*_PROMPT, *(i for part in (*_RESPONSES, *_OTHERS) for i in part)]
     try:
         model.set_attn_implementation(_PROBE)
@@ -116,7 +114,7 @@ def _logits_packed(model: Any) -> Tensor | None:
             packed=layout,
         ).logits[0]
     except (TypeError, ValueError, RuntimeError):
-        return None  # its own code does not let the layout through
+        return None  # its own code does not pass the layout on
     expected = _windows(model.config.get_text_config())
     if unknown - _UNDERSTOOD or expected is None or windows != expected:
         return None
@@ -124,7 +122,7 @@ def _logits_packed(model: Any) -> Tensor | None:
 
 
 def _windows(config: Any) -> list[int | None] | None:
-    """Return the attention window of each layer; None where a layer has something else."""
+    """Return the attention window per layer; None where a layer has another kind of attention."""
     num_layers = config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)

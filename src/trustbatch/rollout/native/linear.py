@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trustbatch.errors import ConfigError
-from trustbatch.models.lora import is_adapted, present_weight
+from trustbatch.models.lora import is_adapted, merged_weight
 from trustbatch.rollout.fp8 import quantize_rows, round_rows
 
 
@@ -198,7 +198,7 @@ def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool =
 
 def _joined(layers: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return weights and biases of all layers, one below the other."""
-    weights = [present_weight(layer).to(dtype) for layer in layers]
+    weights = [merged_weight(layer).to(dtype) for layer in layers]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     if all(layer.bias is None for layer in layers):
         return weight, None
@@ -212,7 +212,7 @@ def _joined(layers: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Te
 def _copy_joined(layers: Sequence[nn.Linear], weight: Tensor, bias: Tensor | None) -> None:
     sizes = [layer.out_features for layer in layers]
     for layer, part in zip(layers, weight.split(sizes), strict=True):
-        part.copy_(present_weight(layer))
+        part.copy_(merged_weight(layer))
     if bias is not None:
         for layer, part in zip(layers, bias.split(sizes), strict=True):
             if layer.bias is not None:

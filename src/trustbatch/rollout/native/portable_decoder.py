@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from trustbatch.models.padding import pad_left, positions_of
+from trustbatch.models.tokenization import pad_left, positions_of
 
 
 class PortableDecoder:

@@ -4,7 +4,7 @@ Long completions that a slip derails, a long tail of words and a weak signal: fe
 learning rate. docs/cpu-scale.md has what dies here beside what dies on a real model.
 """
 
-from trustbatch.models.derail_corpus import MAX_TOKENS
+from trustbatch.models.derail import MAX_TOKENS
 from trustbatch.studies.scales.scale import HeldOutTask, Scale, Suite
 from trustbatch.studies.tiny_models import DERAIL_MODEL, OTHER_DERAIL_MODEL
 from trustbatch.tasks.derail_language import NUM_HELD_OUT

@@ -15,7 +15,7 @@ from torch._inductor import cpp_builder
 from trustbatch.errors import ConfigError
 from trustbatch.models.packing.layout import PackedLayout, Segment
 from trustbatch.models.policy import Policy
-from trustbatch.training.layer_calls import compile_layers, recompute_layers
+from trustbatch.training.layers import compile_layers, recompute_layers
 from trustbatch.types import TrainSequence
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -119,9 +119,9 @@ def test_compiled_layers_are_compiled_a_few_times_for_all_batches(
     for number in range(20):
         lengths = torch.randint(1, 9, (number % 5 + 1,), generator=generator).tolist()
         responses = (2, 3) if number % 3 == 0 else ()
-        units = [Segment(length, responses) for length in lengths]
-        layout: PackedLayout = PackedLayout.of(units)
-        num_tokens = sum(unit.num_tokens for unit in units)
+        segments = [Segment(length, responses) for length in lengths]
+        layout: PackedLayout = PackedLayout.of(segments)
+        num_tokens = sum(segment.num_tokens for segment in segments)
         ids = torch.randint(2, 12, (num_tokens,), generator=generator)
         at = torch.arange(num_tokens)
         results = []
@@ -170,7 +170,9 @@ def test_a_model_that_does_not_name_its_layers_is_refused(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy.model, "_no_split_modules", None)
-    with pytest.raises(ConfigError, match=r"training.gradient_checkpointing works on the layers"):
+    with pytest.raises(
+        ConfigError, match=r"training.gradient_checkpointing needs the decoder layers"
+    ):
         recompute_layers(policy.model)
 
 

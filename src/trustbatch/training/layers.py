@@ -1,8 +1,8 @@
-"""How the layers of a model are run in training: compiled, computed again in the backward pass.
+"""How layers run in training: compiled by torch.compile, or recomputed in the backward pass.
 
-Both replace `forward` of a layer object, beneath its hooks. Parameters, names and classes stay, so
-nothing of it is seen in a saved model; FSDP gathers a layer before its forward pass, and once more
-before its backward pass, in which it is computed again.
+Both replace `forward` of a layer object, beneath its hooks. Parameters, names and classes stay the
+same, so a saved model shows nothing of it. FSDP gathers a layer before its forward pass, and again
+before the backward pass in which it is recomputed.
 """
 
 import functools
@@ -15,28 +15,27 @@ from torch.utils.checkpoint import checkpoint
 
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import decoder_layers
-from trustbatch.training.compiler import refuse_missing_compiler
 
 MAX_GRAPHS = 16
-"""versions of a function that may be compiled: with and without gradient, adapters, a reference"""
+"""graphs per function: with and without gradient, with adapters, for a reference model"""
 
 
 def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
     """Compile each layer's forward pass, for any number of tokens.
 
-    All layers of a kind share what is compiled. Attention over packed tokens is left out.
+    Layers of the same class share one compiled graph. Packed attention is not compiled.
     """
     if backend == "inductor":
         refuse_missing_compiler("training.compile", "false", next(model.parameters()).device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
-    for layer in _layers(model, "compile"):
+    for layer in _decoder_layers(model, "compile"):
         compiled = _compiled(type(layer).forward, backend)
         layer.forward = functools.partial(_run_compiled, compiled, layer, layer.forward)
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Keep a layer's input alone for the backward pass, which computes the rest again."""
-    for layer in _layers(model, "gradient_checkpointing"):
+    """Checkpoint activations: keep only each layer's input, and recompute the rest in backward."""
+    for layer in _decoder_layers(model, "gradient_checkpointing"):
         layer.forward = functools.partial(_run_recomputed, layer.forward)
 
 
@@ -50,7 +49,7 @@ def _run_compiled(
 ) -> Any:
     hidden = args[0] if args else kw["hidden_states"]
     is_decoding = kw.get("past_key_values") is not None
-    if is_decoding or hidden.shape[-2] == 1:  # a size of 1 would be compiled for itself alone
+    if is_decoding or hidden.shape[-2] == 1:  # a size of 1 would get a graph of its own
         return plain(*args, **kw)
     return compiled(layer, *args, **kw)
 
@@ -58,15 +57,33 @@ def _run_compiled(
 def _run_recomputed(forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kw)
-    # there is no dropout whose random numbers must come again
+    # without dropout there is no random state to restore
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kw)
 
 
-def _layers(model: nn.Module, key: str) -> list[nn.Module]:
+def _decoder_layers(model: nn.Module, key: str) -> list[nn.Module]:
     layers = list(decoder_layers(model))
     if not layers:
         raise ConfigError(
-            f"training.{key} works on the layers of a model, and {type(model).__name__} does not "
-            "say which they are (_no_split_modules): set it to false."
+            f"training.{key} needs the decoder layers of a model, and {type(model).__name__} does "
+            "not declare them (_no_split_modules): set it to false."
         )
     return layers
+
+
+def refuse_missing_compiler(setting: str, instead: str, device: torch.device) -> None:
+    """Refuse a setting that compiles for a CPU where no C++ compiler is installed.
+
+    Without this check torch.compile would fail in the middle of the first step.
+    """
+    if device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{setting} needs a C++ compiler on a CPU, and none is installed: install g++, or set "
+            f"it to {instead}."
+        ) from error

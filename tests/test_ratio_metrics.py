@@ -8,7 +8,7 @@ import torch
 from tests.training_cases import make_trainer, policy_logp, sample_sequences
 
 import trustbatch
-from trustbatch.batching.samples import mini_batches
+from trustbatch.batching.sequences import mini_batches
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.training.lag_metrics import ONE_MINUS_ESS_BY_LAG, values_by_lag

@@ -1,0 +1,206 @@
+"""Loading a model and its tokenizer: from a Hugging Face folder, the hub or a GGUF file.
+
+A model can also be built without weights, to count its parameters and to plan a run. The shapes of
+models that the studies use are known here, so that planning works without the hub.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.utils import logging as transformers_logging
+
+from trustbatch.errors import ConfigError, first_line
+from trustbatch.models.gguf import find_gguf, load_gguf, read_gguf_config
+
+_AUTO_MODEL: Any = AutoModelForCausalLM  # its published types do not fit its own arguments
+
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+_QWEN3_4B = _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+_QWEN3_8B = _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+_QWEN25: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+_QWEN25_05B = _QWEN25 | {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+}
+_QWEN25_15B = _QWEN25 | {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+}
+KNOWN_MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "Qwen/Qwen3-4B-Thinking-2507": (Qwen3Config, _QWEN3_4B),
+    "Qwen/Qwen3-8B": (Qwen3Config, _QWEN3_8B),
+    "Qwen/Qwen3-8B-Base": (Qwen3Config, _QWEN3_8B),
+    "Qwen/Qwen2.5-1.5B": (Qwen2Config, _QWEN25_15B),
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": (Qwen2Config, _QWEN25_05B),
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": (Qwen2Config, _QWEN25_15B),
+}
+
+
+def load_model(
+    name: str, *, device: str = "auto", trust_remote_code: bool = False
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Load a decoder-only model, with float32 parameters on a device, and its tokenizer."""
+    device = resolve_device(device)
+    file = find_gguf(name)
+    if file is not None:
+        with quiet_bars():  # it has a progress line of its own
+            model, tokenizer = load_gguf(file)
+    else:
+        model, tokenizer = _load_folder(name, trust_remote_code=trust_remote_code)
+    try:
+        model = model.to(device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ConfigError(
+            f"model.device = {device!r} can't be used ({first_line(error)}): set it to cpu or cuda."
+        ) from error
+    _refuse_bidirectional(model, name)
+    return model, tokenizer
+
+
+def resolve_device(device: str) -> str:
+    """Return the device that a value of `model.device` names; "auto" prefers a GPU."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"model.device = {device!r}, but torch sees no GPU: set it to cpu.")
+    return device
+
+
+def default_precision(device: str) -> str:
+    """Return the precision of matrix products that "auto" stands for on a device."""
+    return "bfloat16" if device.startswith("cuda") else "float32"
+
+
+def count_parameters(name: str, *, trust_remote_code: bool = False) -> tuple[int, Any]:
+    """Return the number of parameters and the model's config without loading its weights."""
+    model = empty_model(name, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters()), model.config
+
+
+def empty_model(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Return a model on the meta device: its parameters have shapes only.
+
+    The hub is not used for `KNOWN_MODELS`.
+    """
+    file = find_gguf(name)
+    if file is None:
+        _refuse_wrong_folder(name)
+    try:
+        if file is not None:
+            config = read_gguf_config(file)
+        elif (config := _known_config(name)) is None:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return without_weights(config, trust_remote_code=trust_remote_code)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.name = {name!r} could not be found: give a local folder with a Hugging Face "
+            f"checkpoint, or a model name on the hub ({first_line(error)})."
+        ) from error
+
+
+def without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """Build the model of a Hugging Face config with float32 parameters on the meta device."""
+    with torch.device("meta"):
+        return _AUTO_MODEL.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+
+
+def _known_config(name: str) -> PreTrainedConfig | None:
+    """Return the config of a known model on the hub, as far as memory depends on it."""
+    if name not in KNOWN_MODELS or Path(name).is_dir():
+        return None
+    kind, shape = KNOWN_MODELS[name]
+    return kind(**shape)
+
+
+def _load_folder(name: str, *, trust_remote_code: bool) -> tuple[Any, PreTrainedTokenizerBase]:
+    _refuse_wrong_folder(name)
+    try:
+        with quiet_bars(only_if=_is_small(Path(name))):
+            model = _AUTO_MODEL.from_pretrained(
+                name,
+                dtype=torch.float32,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"model.name = {name!r} could not be loaded: give a local folder with a Hugging "
+            f"Face checkpoint in safetensors, or a model name on the hub ({first_line(error)})."
+        ) from error
+    return model, tokenizer
+
+
+@contextmanager
+def quiet_bars(*, only_if: bool = True) -> Iterator[None]:
+    """Hide the progress bars of transformers, where loading is fast or has a line of its own."""
+    if not only_if or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
+
+
+def _is_small(folder: Path) -> bool:
+    """Whether this is a local checkpoint that loads in about a second."""
+    return folder.is_dir() and sum(f.stat().st_size for f in folder.glob("*.safetensors")) < 2**30
+
+
+def _refuse_wrong_folder(name: str) -> None:
+    folder = Path(name)
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1  # a hub name has one
+    if is_path and not folder.is_dir():
+        raise ConfigError(f"model.name = {name!r} is not a folder here: check the path.")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.name = {name!r} is a folder without config.json: give the folder of a Hugging "
+            "Face checkpoint."
+        )
+
+
+@torch.no_grad()
+def _refuse_bidirectional(model: Any, name: str) -> None:
+    """Refuse a model in which a later token changes an earlier prediction."""
+    rows = torch.tensor([[2, 3, 4], [2, 3, 5]], device=next(model.parameters()).device)
+    first, second = model.eval()(input_ids=rows, use_cache=False).logits[:, :2].float()
+    if not torch.allclose(first, second, rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise ConfigError(
+            f"{name!r} ({model.config.model_type}) attends to later tokens, so it can't be "
+            "sampled from: choose a decoder-only model."
+        )
