@@ -70,7 +70,7 @@ def _graders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins where the real graders are not there."""
     import importlib.util
 
-    math = types.ModuleType("trustbatch.math_grading.math_answers")
+    math = types.ModuleType("trustbatch.math_grading.grade")
     countdown = types.ModuleType("trustbatch.tasks.countdown_grader")
     compare = FileTask.grade
 

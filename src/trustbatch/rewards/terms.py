@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from trustbatch.errors import did_you_mean
-from trustbatch.math_grading.final_answers import last_box
-from trustbatch.math_grading.math_answers import grade_math
-from trustbatch.math_grading.math_answers import prepare as prepare_math
+from trustbatch.math_grading.extract import last_box
+from trustbatch.math_grading.grade import grade_math
+from trustbatch.math_grading.grade import prepare as prepare_math
 from trustbatch.rewards.functions import check_path, load_function, takes_details
 from trustbatch.rewards.grading import grade_completion
 from trustbatch.rewards.http_reward import HttpTerm

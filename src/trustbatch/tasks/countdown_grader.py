@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
-from trustbatch.math_grading.final_answers import after_thinking, last_box
+from trustbatch.math_grading.extract import after_thinking, last_box
 
 MAX_LENGTH = 1000
 MAX_DEPTH = 40

@@ -127,7 +127,7 @@ class ProblemTask:
 
         A template that asks for a box is taken at its word, and thinking must have ended.
         """
-        from trustbatch.math_grading.math_answers import grade_math
+        from trustbatch.math_grading.grade import grade_math
 
         return grade_math(
             completion,

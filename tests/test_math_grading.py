@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from shared_data import shared_data
 from trustbatch.errors import RewardError
-from trustbatch.math_grading import math_answers
-from trustbatch.math_grading.expression import NotReadable, read
-from trustbatch.math_grading.final_answers import final_answer
-from trustbatch.math_grading.math_answers import grade_math
+from trustbatch.math_grading import grade
+from trustbatch.math_grading.extract import final_answer
+from trustbatch.math_grading.formula import ParseError, parse_formula
+from trustbatch.math_grading.grade import grade_math
 from trustbatch.math_grading.values import equal
 
 PAIRS = Path(__file__).parent / "data" / "grader_pairs.jsonl"
@@ -143,7 +143,7 @@ def test_a_reference_that_is_empty_is_a_fault_of_the_data() -> None:
 
 
 def test_without_math_verify_only_what_needs_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_answers, "has_math_verify", lambda: False)
+    monkeypatch.setattr(grade, "has_math_verify", lambda: False)
     assert grade_math(boxed(r"\frac{\sqrt{8}}{2}"), r"\sqrt{2}") == 1.0
     assert grade_math(boxed(r"(1, \frac{1}{2}]"), "(1, 0.5]") == 1.0
     assert grade_math(boxed("no formula"), r"\sqrt{2}") == 0.0
@@ -207,15 +207,15 @@ FORMULAS = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(FORMULAS)
 def test_a_formula_equals_itself_and_not_the_next(formula: str) -> None:
-    tree = read(formula)
-    assert equal(tree, read(f"1 + {formula} - 1"))
-    assert equal(read(f"2({formula})"), read(f"({formula}) + {formula}"))
-    assert not equal(tree, read(rf"{formula} + \frac{{1}}{{10^{{40}}}}"))
+    tree = parse_formula(formula)
+    assert equal(tree, parse_formula(f"1 + {formula} - 1"))
+    assert equal(parse_formula(f"2({formula})"), parse_formula(f"({formula}) + {formula}"))
+    assert not equal(tree, parse_formula(rf"{formula} + \frac{{1}}{{10^{{40}}}}"))
 
 
 @pytest.mark.parametrize(
     "text", ["2 3", "x2", "1/2x", "x^2^3", "5!!", r"\sin x (y)", r"\foo", "", "(", "5)", "^2", "a="]
 )
 def test_what_has_no_single_meaning_is_refused(text: str) -> None:
-    with pytest.raises(NotReadable):
-        read(text)
+    with pytest.raises(ParseError):
+        parse_formula(text)
