@@ -61,7 +61,7 @@ def proportional(a: Node, b: Node) -> bool:
 
 
 def close(a: Node, b: Node, *, decimals: int | None, tolerance: float) -> bool:
-    """Whether two numbers are equal after rounding, or within a relative tolerance of the second."""
+    """Whether two numbers are equal after rounding, or within `tolerance` of the second."""
     if a.symbols() or b.symbols():
         return False
     try:
