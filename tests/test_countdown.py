@@ -5,7 +5,7 @@ import time
 import pytest
 
 from shared_data import shared_data
-from trustbatch.tasks.countdown_grader import grade_countdown
+from trustbatch.tasks.countdown import grade_countdown
 
 NUMBERS, TARGET = [18, 45, 29], 34  # 45 - 29 + 18
 

@@ -113,7 +113,7 @@ def test_wrong_curricula_get_a_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         curriculum(tmp_path, **options)
-    with pytest.raises(ValueError, match="is for tasks with an end"):
+    with pytest.raises(ValueError, match="requires a finite task"):
         build_task("arithmetic", seed=0, curriculum={})
     with pytest.raises(ValueError, match="is a table"):
         build_task("arithmetic", seed=0, curriculum=True)

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from trustbatch.rewards.grading import grade_completion
 from trustbatch.tasks import TASKS, build_task
 from trustbatch.tasks.arithmetic import Arithmetic
-from trustbatch.tasks.environments.base import Environment
+from trustbatch.tasks.base import Environment, grade_completion
 from trustbatch.tasks.environments.calculator import Calculator, calculate
 from trustbatch.tasks.environments.guess_number import GuessNumber
 from trustbatch.types import Prompt, Role, Turn

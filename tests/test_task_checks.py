@@ -46,7 +46,7 @@ class OneId(Plain):
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (Plain, r"The class Plain is no task yet: make one of it, Plain\(...\)"),
+        (Plain, r"Plain is a class, not a task: pass Plain\(...\)"),
         (Nameless(), "The task Nameless has no name"),
         (Ungraded(), "The task Ungraded has no method 'grade'"),
         (Texts(), r"prompt\(0\) of the task plain is '0=': return a trustbatch.types.Prompt"),

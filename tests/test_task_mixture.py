@@ -18,7 +18,7 @@ from trustbatch.rewards import Scorer
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import Curriculum, Mixture, build_task
-from trustbatch.tasks.answering import answers
+from trustbatch.tasks.base import is_environment
 from trustbatch.tasks.mixture import even_order
 from trustbatch.types import Prompt, Role, SamplingParams, Turn
 
@@ -97,7 +97,7 @@ def test_parts_with_the_same_problems_have_ids_of_their_own(tmp_path: Path) -> N
         ([], r"needs \[\[task.parts\]\]"),
         ([{"name": "mixture"}], "must be the name of a task"),
         ([{"weight": 1}], "must be the name of a task"),
-        ([{"name": "arithmetic"}] * 2, "a label of its own"),
+        ([{"name": "arithmetic"}] * 2, "give each its own label"),
         ([{"name": "arithmetic", "weight": 0}], "must be above 0"),
         ([{"name": "arithmetic", "levle": 0}], "did you mean 'level'"),
         (
@@ -152,8 +152,8 @@ def test_environments_in_a_mixture_are_played(policy: Policy) -> None:
         for completion, grade in zip(group.completions, group.grades, strict=True):
             assert grade.reward == float(len(completion.text) % 2)
     silent = build_task("mixture", seed=0, parts=parts[1:])
-    assert not answers(silent)
-    assert answers(build_task("mixture", seed=0, parts=[{"name": "calculator"}]))
+    assert not is_environment(silent)
+    assert is_environment(build_task("mixture", seed=0, parts=[{"name": "calculator"}]))
 
 
 def test_an_environment_with_a_curriculum_is_played() -> None:
@@ -168,10 +168,10 @@ def test_an_environment_with_a_curriculum_is_played() -> None:
     turns = (Turn(role=Role.POLICY, text="1"),) * 3
     curriculum = Curriculum(task=Asked())
     prompt = curriculum.prompt(0)
-    assert answers(curriculum)
+    assert is_environment(curriculum)
     assert curriculum.reply(prompt, turns) == f"{prompt.answer}?"
     assert curriculum.grade_turns(prompt, turns) == 3.0
     plain = Curriculum(task=Short())
-    assert not answers(plain)
+    assert not is_environment(plain)
     assert plain.reply(prompt, turns) is None
     assert plain.grade_turns(prompt, turns) == plain.grade(prompt, "1")

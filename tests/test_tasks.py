@@ -8,7 +8,7 @@ from trustbatch.rewards.term import Sample
 from trustbatch.rewards.terms import MathTerm
 from trustbatch.tasks import build_task
 from trustbatch.tasks.arithmetic import LEVELS, Arithmetic
-from trustbatch.tasks.file import FileTask
+from trustbatch.tasks.benchmarks import FileTask
 
 
 @pytest.mark.parametrize("level", LEVELS)

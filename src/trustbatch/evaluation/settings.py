@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from trustbatch.tasks.answering import answers
 from trustbatch.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -55,7 +54,9 @@ def recorded_settings(
             task.name: {"problems": len(task.problems), "digest": task.digest} for task in suite
         },
         # no other task has a second turn
-        "max_turns": rollout.max_turns if any(answers(each.task) for each in suite) else None,
+        "max_turns": rollout.max_turns
+        if any(is_environment(each.task) for each in suite)
+        else None,
         "chat_template": None if not template else digest(str(template)),
         "engine": rollout.engine,
         "precision": policy.precision if is_auto else rollout.precision,

@@ -11,7 +11,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.evaluation.settings import digest
 from trustbatch.tasks import TASKS, Task, build_task
 from trustbatch.tasks.base import ProblemSet
-from trustbatch.tasks.hub import NotFetchedError
+from trustbatch.tasks.data_files import NotFetchedError
 from trustbatch.types import Prompt
 
 PROBLEM_SEED = 1_000_003

@@ -19,7 +19,7 @@ from trustbatch.models.tiny import (
     refuse_existing,
     save_model,
 )
-from trustbatch.tasks.derail_language import EOS, ORDINALS, PAD, the_language
+from trustbatch.tasks.derail import EOS, ORDINALS, PAD, derail_language
 
 WIDTH = 96
 PROMPT_LENGTH = len(ORDINALS) + 1
@@ -30,7 +30,7 @@ LEARNING_RATE = 4e-3
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Return the tokenizer: each word is a token, and what is no word of the language raises."""
-    vocabulary = {token: index for index, token in enumerate(the_language().vocabulary)}
+    vocabulary = {token: index for index, token in enumerate(derail_language().vocabulary)}
     words = Tokenizer(models.WordLevel(vocabulary))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -66,7 +66,7 @@ def warm_start(
 def _batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Tensor]:
     """Yield documents as rows of token ids, padded on the right."""
     ids = tokenizer.get_vocab()
-    documents = Author().documents(the_language(), seed)
+    documents = Author().documents(derail_language(), seed)
     while True:
         rows = [torch.tensor([ids[word] for word in d]) for d in islice(documents, BATCH_SIZE)]
         yield pad_sequence(rows, batch_first=True, padding_value=ids[PAD])

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trustbatch.tasks.derail_language import (
+from trustbatch.tasks.derail import (
     ANSWER,
     DIGITS,
     EOS,

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from trustbatch.tasks.base import Task
-from trustbatch.tasks.environments.base import GradesTurns
+from trustbatch.tasks.base import GradesTurns, Task
 from trustbatch.types import Prompt, Role, Turn
 
 

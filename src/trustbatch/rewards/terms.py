@@ -14,9 +14,9 @@ from trustbatch.math_grading.extract import last_box
 from trustbatch.math_grading.grade import grade_math
 from trustbatch.math_grading.grade import prepare as prepare_math
 from trustbatch.rewards.functions import check_path, load_function, takes_details
-from trustbatch.rewards.grading import grade_completion
 from trustbatch.rewards.http_reward import HttpTerm
 from trustbatch.rewards.term import BatchTerm, Sample, Term, checked, is_finite
+from trustbatch.tasks.base import grade_completion
 
 
 @dataclass(frozen=True, kw_only=True)
