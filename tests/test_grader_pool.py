@@ -112,7 +112,7 @@ def test_a_pool_full_of_bombs_still_ends(pool: GraderPool) -> None:
 def test_progress_is_said_where_it_takes_long(
     pool: GraderPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pool_module, "SAY_EVERY", 0.3)
+    monkeypatch.setattr(pool_module, "PROGRESS_INTERVAL", 0.3)
     pool.run(["sleep", "ok"])
     assert "Graded 1 of 2 completions." in caplog.text
 
@@ -183,7 +183,7 @@ def test_processes_that_never_become_ready_end_in_a_sentence(
     with pytest.raises(RewardError, match="3 grading processes in a row ended with exit code 7"):
         pool.run(["ok"])
     pool.close()
-    monkeypatch.setattr(pool_module, "START_SECONDS", 0.5)
+    monkeypatch.setattr(pool_module, "START_TIMEOUT", 0.5)
     pool = GraderPool(pool_graders.SleepsAtStart(), workers=1, time_limit=1.0, memory_limit_gib=1)
     with pytest.raises(RewardError, match="did not load the grader within"):
         pool.run(["ok"])

@@ -14,9 +14,7 @@ import pytest
 
 from trustbatch.config import RewardConfig, parse_config
 from trustbatch.errors import ConfigError
-from trustbatch.rewards.http_reward import HttpTerm
-from trustbatch.rewards.term import Sample
-from trustbatch.rewards.terms import FormatTerm, OverlongTerm, build_term
+from trustbatch.rewards.terms import FormatTerm, HttpTerm, OverlongTerm, Sample, build_term
 from trustbatch.types import GradeStatus, Prompt
 
 TREE: dict[str, Any] = {"model": {"name": "m"}, "task": {"name": "arithmetic"}}
@@ -83,10 +81,10 @@ def test_wrong_names_and_options_are_refused_with_the_configuration(
     ("name", "options", "words"),
     [
         ("format", {}, "format needs boxed = true"),
-        ("format", {"pattern": "("}, "no regular expression"),
+        ("format", {"pattern": "("}, "not a regular expression"),
         ("overlong", {"buffer": 65}, "must be from 1 to the 64 tokens"),
         ("overlong", {"buffer": 0}, "must be from 1"),
-        ("function", {"path": "no_colon"}, "must be module:function"),
+        ("function", {"path": "no_colon"}, "must be module:name"),
         ("function", {"path": "no_such_module:f"}, "neither in this folder nor installed"),
         ("function", {"path": "no/such/file.py:f"}, "which does not exist"),
         ("batch_function", {"path": "json:loads", "time_limit": 0}, "must be above 0"),
@@ -275,7 +273,7 @@ def test_functions_are_found_by_file_and_by_module(tmp_path: Path) -> None:
     assert term.grade(sample("abc")) == 0.25  # type: ignore[union-attr]
     missing = build_term("function", {"path": f"{file}:two"})
     missing.check(max_tokens=None)
-    with pytest.raises(ImportError, match="has no function two"):
+    with pytest.raises(ImportError, match="has no two"):
         missing.grade(sample("a"))  # type: ignore[union-attr]
 
 
@@ -291,8 +289,8 @@ def test_a_file_does_not_replace_a_module_of_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("brevty", r"rewards\.py:brevty.*has no function brevty .did you mean 'brevity'"),
-        ("number", r"rewards\.py:number' is no function, but int"),
+        ("brevty", r"rewards\.py:brevty.*has no brevty .did you mean 'brevity'"),
+        ("number", r"rewards\.py:number' is not a function, but int"),
         ("short", r"must take .prompt, completion, answer., but it takes .text."),
     ],
 )

@@ -306,7 +306,7 @@ def test_a_file_that_breaks_during_a_run_does_not_bring_grading_here(tmp_path: P
         file.write_text("broken broken")
         with pytest.raises(RewardError, match=r"could not load the grader .*SyntaxError"):
             scorer.score([group_of(*["exit"] * 6)])
-        assert not scorer._graded_here
+        assert not scorer._graded_in_process
 
 
 def test_a_server_is_a_part_like_the_others() -> None:
@@ -320,7 +320,7 @@ def test_a_server_is_a_part_like_the_others() -> None:
 def test_a_function_that_is_missing_ends_in_a_sentence(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("import no_such_module_at_all\n")
-    for path, words in ((f"{file}:f", "No module named"), ("json:nothing", "has no function")):
+    for path, words in ((f"{file}:f", "No module named"), ("json:nothing", "has no nothing")):
         with (
             scorer_of(Arithmetic(), terms=[{"name": "function", "path": path}]) as scorer,
             pytest.raises(RewardError, match=f"can't be loaded .*{words}"),

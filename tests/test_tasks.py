@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trustbatch.rewards.term import Sample
-from trustbatch.rewards.terms import MathTerm
+from trustbatch.rewards.terms import MathTerm, Sample
 from trustbatch.tasks import build_task
 from trustbatch.tasks.arithmetic import LEVELS, Arithmetic
 from trustbatch.tasks.benchmarks import FileTask

@@ -17,8 +17,7 @@ from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_s
 from trustbatch.models.policy import Policy, default_precision
 from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
-from trustbatch.rewards import Scorer
-from trustbatch.rewards.shared import GroupScorer, SharedScorer
+from trustbatch.rewards import GroupScorer, Scorer, SharedScorer
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.shared_engine import SharedEngine
 from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
