@@ -9,9 +9,8 @@ import pytest
 
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.comparison import compare
-from trustbatch.evaluation.outcomes import ProblemOutcome
-from trustbatch.evaluation.results import EvaluationResults
-from trustbatch.evaluation.sign_flips import flip_interval, flip_p_value
+from trustbatch.evaluation.results import EvaluationResults, ProblemOutcome
+from trustbatch.evaluation.statistics import flip_interval, flip_p_value
 
 NUM_TRIALS = 400
 
@@ -80,7 +79,7 @@ def test_ties_of_a_small_and_a_large_task() -> None:
     assert -low == high < 0.5
 
 
-def test_the_interval_excludes_zero_exactly_when_the_test_is_clear() -> None:
+def test_the_interval_excludes_zero_exactly_when_the_test_is_significant() -> None:
     generator = np.random.default_rng(1)
     for size in (6, 9, 14, 15, 40):
         for _ in range(60):
@@ -130,7 +129,7 @@ def test_pairing_sees_what_separate_intervals_hide() -> None:
     assert scores[1] is not None
     assert scores[1].low < scores[0].high
     difference = compare(first, second).differences[0]
-    assert difference.is_clear
+    assert difference.is_significant
     assert difference.low > 0
 
 
@@ -220,7 +219,7 @@ def test_only_problems_that_both_models_have_graded_are_compared() -> None:
     ("change", "words"),
     [
         ({"samples": 8}, "was evaluated with samples = 16 and b with 8"),
-        ({"temperature": 0.6}, "temperature = 1.0 and b with 0.6: evaluate both alike"),
+        ({"temperature": 0.6}, "temperature = 1.0 and b with 0.6: evaluate both with the same"),
         ({"top_p": 1.0}, "top_p = 0.95 and b with 1.0"),
         ({"max_tokens": 128}, "max_tokens = 64 and b with 128"),
     ],

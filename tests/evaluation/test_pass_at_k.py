@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from trustbatch.evaluation.pass_at_k import pass_at_k, pass_at_k_curve, shown_ks
+from trustbatch.evaluation.statistics import pass_at_k, pass_at_k_curve, shown_ks
 
 
 @pytest.mark.parametrize(
