@@ -26,7 +26,7 @@ NUMBERS, TARGET = [18, 45, 29], 34  # 45 - 29 + 18
         "[45 - 29] + 18",
     ],
 )
-def test_right_ways_to_write_it(completion: str) -> None:
+def test_accepted_ways_to_write_an_expression(completion: str) -> None:
     assert grade_countdown(completion, NUMBERS, TARGET) == 1.0
 
 

@@ -37,7 +37,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
     return warm_start(folder, seed=0, steps=STEPS, progress=lines.append), lines
 
 
-def told(digits: str, *, word: str = "") -> str:
+def completion_of(digits: str, *, word: str = "") -> str:
     """A completion that recites these digits, with a word of the tail or none."""
     said = derail_language().sentences[0]
     sentences = [
@@ -50,16 +50,16 @@ def told(digits: str, *, word: str = "") -> str:
 def test_the_grader_wants_the_right_digits_in_order_and_an_end() -> None:
     task = build_task("derail", seed=0)
     prompt = task.prompt(0)
-    right = told(prompt.answer)
+    right = completion_of(prompt.answer)
     assert task.grade(prompt, right) == 1.0
     first, *rest = prompt.answer.split()
     other = DIGITS[(int(first) + 1) % 10]
     tail_word = derail_language().words[-1]
-    assert task.grade(prompt, told(prompt.answer, word=tail_word)) == 1.0  # he found back
+    assert task.grade(prompt, completion_of(prompt.answer, word=tail_word)) == 1.0  # he found back
     wrong = {
-        "a wrong digit": told(" ".join([other, *rest])),
-        "a missing digit": told(" ".join(rest)),
-        "one digit more": told(prompt.answer, word=DIGITS[0]),
+        "a wrong digit": completion_of(" ".join([other, *rest])),
+        "a missing digit": completion_of(" ".join(rest)),
+        "one digit more": completion_of(prompt.answer, word=DIGITS[0]),
         "truncated": right.removesuffix(ANSWER),
         "goes on": f"{right} {tail_word}",
         "garbage": f"{tail_word} " * 48,
@@ -115,7 +115,7 @@ def test_the_corpus_depends_on_its_seed_alone_and_is_what_the_author_does() -> N
 
 def test_the_tokenizer_has_a_token_for_each_word() -> None:
     tokenizer = build_tokenizer()
-    text = f"3 7 1 = {told('1 2 3')}"
+    text = f"3 7 1 = {completion_of('1 2 3')}"
     ids = tokenizer.encode(text)
     assert len(ids) == len(text.split())
     assert tokenizer.decode(ids) == text

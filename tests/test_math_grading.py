@@ -1,4 +1,4 @@
-"""The grader of mathematics: never a reward for a wrong answer, never a hang."""
+"""The math grader: never a reward for a wrong answer, never a hang."""
 
 import gzip
 import itertools
@@ -84,7 +84,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_texts_take_no_time(name: str) -> None:
+def test_hostile_texts_are_graded_quickly(name: str) -> None:
     completion, answer, reward = HOSTILE[name]
     start = time.perf_counter()
     assert grade_math(completion, answer) == reward
@@ -137,7 +137,7 @@ def test_thinking_that_the_prompt_has_opened_must_end() -> None:
     assert grade_math(unfinished, "5") == 1.0
 
 
-def test_a_reference_that_is_empty_is_a_fault_of_the_data() -> None:
+def test_an_empty_reference_is_an_error() -> None:
     with pytest.raises(RewardError, match="reference answer is empty"):
         grade_math(boxed("5"), " ")
 
@@ -153,7 +153,7 @@ def test_without_math_verify_only_what_needs_it_fails(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", EVALUATION_FILES)
 def test_real_answers_equal_themselves(name: str) -> None:
-    """In a box, and in another spelling that only reading them as formulas can see through."""
+    """In a box, and in another spelling that is only equal when parsed as a formula."""
     answers = [str(row["answer"]) for row in rows(name)]
     same = [grade_math(f"so {boxed(answer)}.", answer) for answer in answers]
     assert sum(same) >= 0.99 * len(answers)
@@ -216,6 +216,6 @@ def test_a_formula_equals_itself_and_not_the_next(formula: str) -> None:
 @pytest.mark.parametrize(
     "text", ["2 3", "x2", "1/2x", "x^2^3", "5!!", r"\sin x (y)", r"\foo", "", "(", "5)", "^2", "a="]
 )
-def test_what_has_no_single_meaning_is_refused(text: str) -> None:
+def test_ambiguous_formulas_are_refused(text: str) -> None:
     with pytest.raises(ParseError):
         parse_formula(text)

@@ -70,7 +70,7 @@ def test_answers_are_graded(name: str) -> None:
         assert task.grade(problem, "It is \\boxed{123456789}.") == 0.0
 
 
-def test_graders_get_more_than_text_where_they_need_it() -> None:
+def test_graders_get_the_details_of_a_row() -> None:
     countdown = local("countdown").problems[0]
     assert countdown.details == {"numbers": [5, 20, 7, 5], "target": 140}
     kinds = [problem.details["answer_type"] for problem in local("amo_bench").problems]
@@ -217,7 +217,7 @@ def test_data_is_fetched_once(tmp_path: Path) -> None:
     assert fetched == ["GET /datasets/openai/gsm8k/resolve/main/main/test-0.jsonl"]
 
 
-def test_an_unreachable_hub_ends_in_a_sentence_at_once(tmp_path: Path) -> None:
+def test_an_unreachable_hub_fails_at_once(tmp_path: Path) -> None:
     code = "from trustbatch.tasks import build_task; build_task('gsm8k', seed=0)"
     start = time.monotonic()
     result = subprocess.run(
@@ -239,7 +239,7 @@ def test_an_unreachable_hub_ends_in_a_sentence_at_once(tmp_path: Path) -> None:
     assert last.endswith("give a file with task.path, or go online.")
 
 
-def test_words_and_numbers_decide_what_is_the_same() -> None:
+def test_problems_are_compared_by_words_and_numbers() -> None:
     assert normalized_words("What is $2 + 3$?") == normalized_words("what is 2+3")
     assert normalized_words("[14, 11, 22]") != normalized_words("[14, 11, 2, 2]")
     assert normalized_words("\\frac{1}{2}") == normalized_words("\\frac 1 2")
@@ -380,7 +380,7 @@ CHAT = (
         ("{{ messages[0].content }}", {"thinking": False}, "7*"),
     ],
 )
-def test_models_that_think_are_told_whether_to(
+def test_thinking_is_passed_to_the_chat_template(
     tmp_path: Path, template: str, options: dict[str, Any], expected: str
 ) -> None:
     tokenizer = build_tokenizer()
@@ -414,7 +414,7 @@ def test_templates_have_names(tmp_path: Path) -> None:
 OWN = Path(__file__).parent / "own_task.py"
 
 
-def test_a_task_can_be_named_by_its_place() -> None:
+def test_a_task_can_be_named_by_its_path() -> None:
     assert build_task(f"{OWN}:Plain", seed=0, first=3).prompt(1).text == "3+1="
     assert build_task(f"{OWN}:MADE", seed=0).prompt(1).text == "7+1="
     assert build_task("tests.own_task:Short", seed=5, highest=0).prompt(0).task == "short"

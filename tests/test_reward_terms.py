@@ -107,7 +107,7 @@ def test_overlong_needs_to_know_the_longest_completion() -> None:
         build_term("overlong", {"buffer": 8}).check(max_tokens=None)
 
 
-def test_parts_have_names_of_their_own() -> None:
+def test_parts_have_unique_names() -> None:
     terms = [{"name": "function", "path": "a:f"}, {"name": "function", "path": "b:f"}]
     with pytest.raises(ConfigError, match="two called 'f': give each a label"):
         parse_config({**TREE, "reward": {"terms": terms}})
@@ -130,7 +130,7 @@ def test_parts_have_names_of_their_own() -> None:
         ({"terms": [{"name": "task", "label": "a/b"}]}, "label"),
     ],
 )
-def test_a_wrong_table_gets_a_sentence(table: dict[str, Any], words: str) -> None:
+def test_a_wrong_table_is_refused(table: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_config({**TREE, "reward": table})
 
@@ -140,7 +140,7 @@ Answer = Callable[[dict[str, Any], int], tuple[int, bytes]]
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server on the loopback interface that answers as told; yields its address and requests."""
+    """A local server with the given responses; yields its address and requests."""
     requests: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -187,7 +187,7 @@ def test_rewards_from_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests[0]["token"] == "Bearer secret"
 
 
-def test_a_busy_server_is_asked_again() -> None:
+def test_requests_to_a_busy_server_are_retried() -> None:
     def busy_first(body: dict[str, Any], number: int) -> tuple[int, bytes]:
         return (503, b"") if number == 1 else (429, b"") if number == 2 else lengths(body, number)
 
@@ -209,7 +209,7 @@ def test_a_busy_server_is_asked_again() -> None:
         ((200, b'{"rewards": 1}'), "must answer 2 rewards"),
     ],
 )
-def test_an_answer_that_is_none_fails_at_once(answer: tuple[int, bytes], words: str) -> None:
+def test_an_invalid_response_fails_at_once(answer: tuple[int, bytes], words: str) -> None:
     with serving(lambda *_: answer) as (url, requests):
         outcomes = HttpTerm(url=url).outcomes([sample("a"), sample("b")])
     assert [outcome.status for outcome in outcomes] == [GradeStatus.FAILED] * 2
@@ -255,7 +255,7 @@ def test_the_deadline_is_of_the_whole_batch() -> None:
     assert {outcome.status for outcome in outcomes[1:]} == {GradeStatus.TIMED_OUT}
 
 
-def test_nobody_there() -> None:
+def test_an_unreachable_server_times_out() -> None:
     term = HttpTerm(url="http://127.0.0.1:9", deadline=0.5)
     (outcome,) = term.outcomes([sample("a")])
     assert outcome.status is GradeStatus.TIMED_OUT
@@ -294,7 +294,7 @@ def test_a_file_does_not_replace_a_module_of_python(tmp_path: Path) -> None:
         ("short", r"must take .prompt, completion, answer., but it takes .text."),
     ],
 )
-def test_what_is_no_such_function_is_refused_at_load(tmp_path: Path, name: str, words: str) -> None:
+def test_unusable_functions_are_refused_at_load(tmp_path: Path, name: str, words: str) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(
         "number = 1\ndef brevity(prompt, completion, answer, details):\n    return 1.0\n"

@@ -61,7 +61,7 @@ def test_the_interval_is_what_the_test_does_not_reject() -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 10, 30, 500])
 def test_ties_leave_room_for_what_was_not_seen(size: int) -> None:
-    """So often a problem may be worse without being seen among so many, once in 40 times."""
+    """The rate of worse problems at which none of `size` is seen in 1 of 40 cases."""
     low, high = flip_interval(np.zeros(size), equal_weights(size))
     assert low == -high
     assert (1 - high) ** size == pytest.approx(0.025)
@@ -179,13 +179,13 @@ def test_the_verdict_names_the_better_model_or_none() -> None:
     )
     same = compare(weak, weak)
     assert same.verdict == (
-        "No problem tells weak (first) and weak (second) apart on aime24: all 24 have the same "
-        "pass@1, and the difference on others like them is from -0.142 to +0.142."
+        "weak (first) and weak (second) do not differ on aime24: all 24 problems have the same "
+        "pass@1, and the interval of the difference is -0.142 to +0.142."
     )
     assert same.differences[0].p_value == 1.0
 
 
-def test_the_average_counts_every_benchmark_the_same() -> None:
+def test_the_average_weights_all_benchmarks_equally() -> None:
     small, large = results("a", [0] * 5), results("a", [0] * 50)
     better = results("b", [16] * 5)
     first = EvaluationResults(

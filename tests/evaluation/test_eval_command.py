@@ -94,7 +94,7 @@ def test_the_folder_has_table_plot_results_and_every_sample(
 
 
 @pytest.mark.parametrize("num_kept", [0, 5, 12])
-def test_an_evaluation_goes_on_where_it_was_stopped(
+def test_an_evaluation_continues_where_it_was_stopped(
     tiny_folder: Path, tmp_path: Path, num_kept: int
 ) -> None:
     """Also between two problems that are sampled together, and within a line."""
@@ -113,7 +113,7 @@ def test_an_evaluation_goes_on_where_it_was_stopped(
 
 
 def test_what_is_done_does_not_change_which_problems_are_sampled_together(policy: Policy) -> None:
-    """Another batch could round otherwise, and sample another token."""
+    """Another batch could round differently and change a token."""
 
     class NotingEngine(NativeEngine):
         asked: ClassVar[list[list[str]]] = []
@@ -219,7 +219,7 @@ def test_two_models_are_compared_on_the_same_problems(
     )
 
 
-def test_the_longest_answer_gives_way_to_the_context_unless_it_was_asked_for(
+def test_the_default_max_tokens_is_lowered_to_the_context(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [tiny_folder, "--prompts", "2", "--samples", "1", "--output", tmp_path]
@@ -249,7 +249,7 @@ def test_a_run_stands_for_its_newest_checkpoint(
     assert (tmp_path / "a-step-1-arithmetic" / "results.json").is_file()
 
 
-def test_names_of_models_tell_them_apart() -> None:
+def test_short_names_of_models_are_unique() -> None:
     assert short_names(["Qwen/Qwen3-0.6B", "m/x.gguf", "runs/a/checkpoints/step-5"]) == [
         "Qwen3-0.6B",
         "x",

@@ -1,4 +1,4 @@
-"""Intervals hold the truth as often as they say, measured over many simulated evaluations."""
+"""Coverage of intervals, measured over many simulated evaluations."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_coverage_of_an_average_over_benchmarks_of_different_sizes() -> None:
     assert inside / NUM_EVALUATIONS == pytest.approx(0.95, abs=0.025)
 
 
-def test_problems_that_all_fail_or_all_succeed_still_leave_a_doubt() -> None:
+def test_intervals_of_equal_scores_have_positive_width() -> None:
     (low, high), (other_low, other_high) = mean_intervals(
         [np.stack([np.zeros(30), np.ones(30)], axis=1)]
     )

@@ -1,4 +1,4 @@
-"""Samples that could not be graded: neither right nor wrong, and never hidden."""
+"""Ungraded samples count neither as correct nor as wrong, and are reported."""
 
 import json
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     again.close()
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
     open_folder(tmp_path).close()
     with pytest.raises(ConfigError, match=r"has no results\.json"):
         read_results(tmp_path)

@@ -57,20 +57,20 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The last difference as a sentence."""
+        """One sentence about the last difference."""
         last = self.differences[-1]
         where = "on average" if last.task == AVERAGE else f"on {last.task}"
         interval = f"({last.low:.3f} to {last.high:.3f}), p = {_written(last.p_value)}"
         if not last.num_unequal:
             return (
-                f"No problem tells {self.first} and {self.second} apart {where}: all "
-                f"{last.num_problems:,} have the same pass@{self.k}, and the difference on others "
-                f"like them is from {last.low:+.3f} to {last.high:+.3f}."
+                f"{self.first} and {self.second} do not differ {where}: all "
+                f"{last.num_problems:,} problems have the same pass@{self.k}, and the interval of "
+                f"the difference is {last.low:+.3f} to {last.high:+.3f}."
             )
         if not last.is_significant:
             return (
-                f"{self.first} and {self.second} can't be told apart {where}: pass@{self.k} "
-                f"differs by {last.value:+.3f} {interval}."
+                f"{self.first} and {self.second} do not differ significantly {where}: "
+                f"pass@{self.k} differs by {last.value:+.3f} {interval}."
             )
         better, worse, sign = self.second, self.first, 1
         if last.value < 0:

@@ -119,8 +119,8 @@ class EvaluationProgress:
         """Return finished problems, the fraction of correct new samples, and the time left."""
         elapsed = time.monotonic() - self._start
         left = elapsed / max(self.done - self._done_at_start, 1) * (self.total - self.done)
-        right = f"{self._correct / self._graded:.3f}" if self._graded else "-"
+        accuracy = f"{self._correct / self._graded:.3f}" if self._graded else "-"
         return (
-            f"{self.label}  {self.done}/{self.total} problems  right {right}"
+            f"{self.label}  {self.done}/{self.total} problems  accuracy {accuracy}"
             f"  {int(left) // 60}:{int(left) % 60:02d} left"
         )

@@ -135,7 +135,7 @@ class _Parser:
                 factors.append(Node("number", value=Fraction(-1)))
             more = self.juxtaposed(depth)
             if divides and len(more) > 1:
-                raise ParseError("a product behind a slash can be read in two ways")
+                raise ParseError("a product after a slash is ambiguous")
             factors += [Node("reciprocal", (more[0],))] if divides else more
         return factors[0] if len(factors) == 1 else Node("multiply", tuple(factors))
 
@@ -154,7 +154,7 @@ class _Parser:
             return
         after = self.tokens[self.position + 1 : self.position + 2]
         if before.kind == "number" or after not in (["^"], ["!"]):
-            raise ParseError("a number behind another factor")
+            raise ParseError("a number after another factor")
 
     def starts_factor(self) -> bool:
         token = self.current
