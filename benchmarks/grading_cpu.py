@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 
 from trustbatch.rewards.pool import GraderPool
-from trustbatch.rewards.term import Sample
-from trustbatch.rewards.terms import MathTerm, PooledTerms
+from trustbatch.rewards.terms import MathTerm, PooledTerms, Sample
 from trustbatch.types import GradeStatus, Prompt
 
 

@@ -15,9 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
-from trustbatch.evaluation.intervals import mean_intervals
-from trustbatch.evaluation.pass_at_k import pass_at_k
-from trustbatch.evaluation.sign_flips import flip_interval, flip_p_value
+from trustbatch.evaluation.statistics import flip_interval, flip_p_value, mean_intervals, pass_at_k
 
 NUM_PROBLEMS, NUM_SAMPLES, NUM_RESAMPLES = 30, 16, 1000
 CASES = [

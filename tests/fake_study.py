@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.config import parse_config
-from trustbatch.evaluation.outcomes import ProblemOutcome
-from trustbatch.evaluation.results import EvaluationResults
+from trustbatch.evaluation.results import EvaluationResults, ProblemOutcome
 from trustbatch.observe.run_folder import RunFolder
 from trustbatch.studies.folder import StudyFolder
 from trustbatch.studies.study import Arm, Study

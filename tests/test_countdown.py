@@ -5,7 +5,7 @@ import time
 import pytest
 
 from shared_data import shared_data
-from trustbatch.tasks.countdown_grader import grade_countdown
+from trustbatch.tasks.countdown import grade_countdown
 
 NUMBERS, TARGET = [18, 45, 29], 34  # 45 - 29 + 18
 
@@ -26,7 +26,7 @@ NUMBERS, TARGET = [18, 45, 29], 34  # 45 - 29 + 18
         "[45 - 29] + 18",
     ],
 )
-def test_right_ways_to_write_it(completion: str) -> None:
+def test_accepted_ways_to_write_an_expression(completion: str) -> None:
     assert grade_countdown(completion, NUMBERS, TARGET) == 1.0
 
 

@@ -1,4 +1,4 @@
-"""A curriculum samples what can be learnt, and a resumed run samples the same."""
+"""A curriculum favors problems that can be learned, and a resumed run samples the same."""
 
 import json
 import shutil
@@ -108,12 +108,10 @@ def test_a_run_does_not_change_the_object_that_it_was_given(
         ({"lwo": 2}, "did you mean 'low'"),
     ],
 )
-def test_wrong_curricula_get_a_sentence(
-    tmp_path: Path, options: dict[str, Any], words: str
-) -> None:
+def test_wrong_curricula_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         curriculum(tmp_path, **options)
-    with pytest.raises(ValueError, match="is for tasks with an end"):
+    with pytest.raises(ValueError, match="requires a finite task"):
         build_task("arithmetic", seed=0, curriculum={})
     with pytest.raises(ValueError, match="is a table"):
         build_task("arithmetic", seed=0, curriculum=True)

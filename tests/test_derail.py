@@ -16,13 +16,13 @@ from trustbatch.rollout.native.architecture import read_architecture
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.studies.tiny_models import make_tiny_model
 from trustbatch.tasks import build_task
-from trustbatch.tasks.derail_language import (
+from trustbatch.tasks.derail import (
     ANSWER,
     DIGITS,
     EOS,
     NUM_HELD_OUT,
     ORDINALS,
-    the_language,
+    derail_language,
 )
 from trustbatch.types import SamplingParams
 
@@ -36,9 +36,9 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
     return warm_start(folder, seed=0, steps=STEPS, progress=lines.append), lines
 
 
-def told(digits: str, *, word: str = "") -> str:
+def completion_of(digits: str, *, word: str = "") -> str:
     """A completion that recites these digits, with a word of the tail or none."""
-    said = the_language().sentences[0]
+    said = derail_language().sentences[0]
     sentences = [
         " ".join([ordinal, *said, digit])
         for ordinal, digit in zip(ORDINALS, digits.split(), strict=False)
@@ -49,16 +49,16 @@ def told(digits: str, *, word: str = "") -> str:
 def test_the_grader_wants_the_right_digits_in_order_and_an_end() -> None:
     task = build_task("derail", seed=0)
     prompt = task.prompt(0)
-    right = told(prompt.answer)
+    right = completion_of(prompt.answer)
     assert task.grade(prompt, right) == 1.0
     first, *rest = prompt.answer.split()
     other = DIGITS[(int(first) + 1) % 10]
-    tail_word = the_language().words[-1]
-    assert task.grade(prompt, told(prompt.answer, word=tail_word)) == 1.0  # he found back
+    tail_word = derail_language().words[-1]
+    assert task.grade(prompt, completion_of(prompt.answer, word=tail_word)) == 1.0  # he found back
     wrong = {
-        "a wrong digit": told(" ".join([other, *rest])),
-        "a missing digit": told(" ".join(rest)),
-        "one digit more": told(prompt.answer, word=DIGITS[0]),
+        "a wrong digit": completion_of(" ".join([other, *rest])),
+        "a missing digit": completion_of(" ".join(rest)),
+        "one digit more": completion_of(prompt.answer, word=DIGITS[0]),
         "truncated": right.removesuffix(ANSWER),
         "goes on": f"{right} {tail_word}",
         "garbage": f"{tail_word} " * 48,
@@ -82,7 +82,7 @@ def test_no_held_out_prompt_is_trained_on() -> None:
 
 
 def test_the_corpus_depends_on_its_seed_alone_and_is_what_the_author_does() -> None:
-    language = the_language()
+    language = derail_language()
 
     def written(seed: int, author: Author | None = None) -> list[tuple[str, ...]]:
         return list(islice((author or Author()).documents(language, seed), 300))
@@ -114,7 +114,7 @@ def test_the_corpus_depends_on_its_seed_alone_and_is_what_the_author_does() -> N
 
 def test_the_tokenizer_has_a_token_for_each_word() -> None:
     tokenizer = build_tokenizer()
-    text = f"3 7 1 = {told('1 2 3')}"
+    text = f"3 7 1 = {completion_of('1 2 3')}"
     ids = tokenizer.encode(text)
     assert len(ids) == len(text.split())
     assert tokenizer.decode(ids) == text
@@ -140,7 +140,7 @@ def test_the_base_model_generates_words_in_the_native_engine(
         sampling=SamplingParams(max_tokens=5, stop_token_ids=policy.stop_token_ids),
         max_turns=1,
     )
-    known = set(the_language().vocabulary)
+    known = set(derail_language().vocabulary)
     for completion in group.completions:
         assert set(completion.text.split()) <= known
         assert task.grade(group.prompt, completion.text) == 0.0

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from trustbatch.rewards.grading import grade_completion
 from trustbatch.tasks import TASKS, build_task
 from trustbatch.tasks.arithmetic import Arithmetic
-from trustbatch.tasks.environments.base import Environment
+from trustbatch.tasks.base import Environment, grade_completion
 from trustbatch.tasks.environments.calculator import Calculator, calculate
 from trustbatch.tasks.environments.guess_number import GuessNumber
 from trustbatch.types import Prompt, Role, Turn
@@ -31,7 +30,7 @@ def test_they_are_tasks_by_name_with_prompts_that_depend_on_seed_and_index(name:
     assert task.prompt(0) != build_task(name, seed=4).prompt(0)
 
 
-def test_a_task_that_does_not_answer_is_no_environment() -> None:
+def test_a_task_without_reply_is_not_an_environment() -> None:
     assert not isinstance(Arithmetic(), Environment)
 
 
@@ -51,7 +50,7 @@ def test_a_game_of_guesses() -> None:
     assert "3 guesses" in prompt.text
 
 
-def test_halving_wins_every_game_of_the_default_size() -> None:
+def test_bisection_wins_every_game_of_the_default_size() -> None:
     task = GuessNumber()
     for secret in range(1, 8):
         prompt = replace(task.prompt(0), answer=str(secret))
@@ -64,7 +63,7 @@ def test_halving_wins_every_game_of_the_default_size() -> None:
         assert task.grade(prompt, said[-1]) == 1.0
 
 
-def test_a_guess_of_many_digits_is_no_number() -> None:
+def test_a_guess_of_many_digits_is_not_a_number() -> None:
     task = GuessNumber()
     huge = "9" * 100_000
     assert task.reply(task.prompt(0), conversation(huge)) is None
@@ -150,7 +149,7 @@ class Counts(GuessNumber):
         return right + len(turns) / 10
 
 
-def test_a_policy_that_speaks_for_the_environment_earns_nothing() -> None:
+def test_a_policy_that_imitates_the_environment_earns_nothing() -> None:
     prompt = Prompt(id="p", text="", answer="5")
     fake = conversation("right", "lower", "right right environment: right")
     assert grade_completion(Counts(), prompt, fake[-1].text, fake) == pytest.approx(0.3)
@@ -158,7 +157,7 @@ def test_a_policy_that_speaks_for_the_environment_earns_nothing() -> None:
     assert grade_completion(Counts(), prompt, true[-1].text, true) == pytest.approx(1.3)
 
 
-def test_what_is_graded_without_a_look_at_turns_is_the_last_one() -> None:
+def test_without_grade_turns_only_the_last_turn_is_graded() -> None:
     prompt = Prompt(id="p", text="", answer="5")
     turns = conversation("5", "lower", "4")
     assert grade_completion(GuessNumber(), prompt, "4", turns) == 0.0

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.rewards.grading import grade_completion
-from trustbatch.tasks.environments.base import Environment
+from trustbatch.tasks.base import Environment, grade_completion
 from trustbatch.types import Role, Turn
 
 PAGE = Path(__file__).parents[1] / "docs" / "environments.md"

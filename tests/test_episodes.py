@@ -1,4 +1,4 @@
-"""Episodes: what is sampled, who sampled it, when it ends, and that nothing else matters."""
+"""Episodes: which tokens are sampled, by which policy, and when an episode ends."""
 
 import json
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def completions_of(groups: Sequence[RolloutGroup]) -> list[Completion]:
 
 
 def same(one: Completion, other: Completion) -> bool:
-    """Equal in all that was sampled and said."""
+    """Whether all tokens and turns are equal."""
     pairs = [(getattr(one, name), getattr(other, name)) for name in Completion.__slots__]
     return all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
@@ -113,7 +113,7 @@ def test_turns_have_random_numbers_of_their_own(policy: Policy) -> None:
 
 
 class Listening(NativeEngine):
-    """Keeps what it was asked."""
+    """Records its requests."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         self.__dict__.setdefault("asked", []).append(list(requests))

@@ -27,7 +27,7 @@ def pool() -> Iterator[GraderPool]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there, and not only its entry that nobody has read yet."""
+    """Whether a process is running, and not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def pids(pool: GraderPool) -> list[int]:
         ("input", GradeStatus.FAILED, "EOFError"),
     ],
 )
-def test_what_goes_wrong_has_a_status_and_a_reason(
+def test_failures_have_a_status_and_a_reason(
     pool: GraderPool, what: str, status: GradeStatus, reason: str
 ) -> None:
     bad, good = pool.run([what, "ok"])
@@ -70,7 +70,7 @@ def test_what_goes_wrong_has_a_status_and_a_reason(
     assert (good.status, good.value) == (GradeStatus.GRADED, 1.0)
 
 
-def test_what_a_grader_prints_disturbs_nothing(pool: GraderPool) -> None:
+def test_output_of_a_grader_is_ignored(pool: GraderPool) -> None:
     assert [outcome.value for outcome in pool.run(["print"] * 4)] == [1.0] * 4
 
 
@@ -79,29 +79,29 @@ def test_processes_do_not_load_torch_and_start_quickly(pool: GraderPool) -> None
     assert pool.run([]) == []
 
 
-def test_a_bomb_holds_up_nobody_else(pool: GraderPool) -> None:
+def test_a_hanging_grader_delays_no_other(pool: GraderPool) -> None:
     pool.run(["ok", "ok"])
     started = time.monotonic()
     done: dict[int, float] = {}
-    answers = pool._answers
+    wait = pool._wait
 
     def timed() -> list[tuple[int, object]]:
-        found = answers()
+        found = wait()
         done.update({number: time.monotonic() - started for number, _ in found})
         return found  # type: ignore[return-value]
 
-    pool._answers = timed  # type: ignore[method-assign]
+    pool._wait = timed  # type: ignore[method-assign]
     try:
         outcomes = pool.run(["sleep", *["ok"] * 200])
     finally:
-        del pool._answers
+        del pool._wait
     assert outcomes[0].status is GradeStatus.TIMED_OUT
     assert all(outcome.status is GradeStatus.GRADED for outcome in outcomes[1:])
     assert max(done[number] for number in range(1, 201)) < done[0]
     assert LIMIT <= done[0] < LIMIT + 1.0
 
 
-def test_a_pool_full_of_bombs_still_ends(pool: GraderPool) -> None:
+def test_a_pool_of_hanging_graders_still_ends(pool: GraderPool) -> None:
     started = time.monotonic()
     outcomes = pool.run(["sleep", "spin", "ok", "sleep", "ok"])
     statuses = [outcome.status.value for outcome in outcomes]
@@ -109,10 +109,10 @@ def test_a_pool_full_of_bombs_still_ends(pool: GraderPool) -> None:
     assert time.monotonic() - started < 2 * LIMIT + 3.0
 
 
-def test_progress_is_said_where_it_takes_long(
+def test_progress_of_slow_batches_is_logged(
     pool: GraderPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pool_module, "SAY_EVERY", 0.3)
+    monkeypatch.setattr(pool_module, "PROGRESS_INTERVAL", 0.3)
     pool.run(["sleep", "ok"])
     assert "Graded 1 of 2 completions." in caplog.text
 
@@ -134,7 +134,7 @@ def test_closing_ends_all_processes() -> None:
     assert gone(started)
 
 
-def test_they_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     """Also in the middle of a loop in C, where nothing of Python runs."""
     script = """
 import sys, threading, time
@@ -166,7 +166,7 @@ def test_what_a_grader_has_started_is_killed_with_it(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_graders_that_cannot_travel_are_told_apart() -> None:
+def test_graders_that_cannot_be_sent_are_refused() -> None:
     local: Callable[[str], float] = lambda _: 1.0  # noqa: E731
     with pytest.raises(NotPortable, match="lambda"):
         GraderPool(local, workers=1, time_limit=1.0, memory_limit_gib=1)
@@ -176,14 +176,14 @@ def test_graders_that_cannot_travel_are_told_apart() -> None:
     pool.close()
 
 
-def test_processes_that_never_become_ready_end_in_a_sentence(
+def test_processes_that_never_become_ready_are_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool = GraderPool(pool_graders.DiesAtStart(), workers=1, time_limit=1.0, memory_limit_gib=1)
     with pytest.raises(RewardError, match="3 grading processes in a row ended with exit code 7"):
         pool.run(["ok"])
     pool.close()
-    monkeypatch.setattr(pool_module, "START_SECONDS", 0.5)
+    monkeypatch.setattr(pool_module, "START_TIMEOUT", 0.5)
     pool = GraderPool(pool_graders.SleepsAtStart(), workers=1, time_limit=1.0, memory_limit_gib=1)
     with pytest.raises(RewardError, match="did not load the grader within"):
         pool.run(["ok"])

@@ -14,9 +14,7 @@ import pytest
 
 from trustbatch.config import RewardConfig, parse_config
 from trustbatch.errors import ConfigError
-from trustbatch.rewards.http_reward import HttpTerm
-from trustbatch.rewards.term import Sample
-from trustbatch.rewards.terms import FormatTerm, OverlongTerm, build_term
+from trustbatch.rewards.terms import FormatTerm, HttpTerm, OverlongTerm, Sample, build_term
 from trustbatch.types import GradeStatus, Prompt
 
 TREE: dict[str, Any] = {"model": {"name": "m"}, "task": {"name": "arithmetic"}}
@@ -83,10 +81,10 @@ def test_wrong_names_and_options_are_refused_with_the_configuration(
     ("name", "options", "words"),
     [
         ("format", {}, "format needs boxed = true"),
-        ("format", {"pattern": "("}, "no regular expression"),
+        ("format", {"pattern": "("}, "not a regular expression"),
         ("overlong", {"buffer": 65}, "must be from 1 to the 64 tokens"),
         ("overlong", {"buffer": 0}, "must be from 1"),
-        ("function", {"path": "no_colon"}, "must be module:function"),
+        ("function", {"path": "no_colon"}, "must be module:name"),
         ("function", {"path": "no_such_module:f"}, "neither in this folder nor installed"),
         ("function", {"path": "no/such/file.py:f"}, "which does not exist"),
         ("batch_function", {"path": "json:loads", "time_limit": 0}, "must be above 0"),
@@ -109,7 +107,7 @@ def test_overlong_needs_to_know_the_longest_completion() -> None:
         build_term("overlong", {"buffer": 8}).check(max_tokens=None)
 
 
-def test_parts_have_names_of_their_own() -> None:
+def test_parts_have_unique_names() -> None:
     terms = [{"name": "function", "path": "a:f"}, {"name": "function", "path": "b:f"}]
     with pytest.raises(ConfigError, match="two called 'f': give each a label"):
         parse_config({**TREE, "reward": {"terms": terms}})
@@ -132,7 +130,7 @@ def test_parts_have_names_of_their_own() -> None:
         ({"terms": [{"name": "task", "label": "a/b"}]}, "label"),
     ],
 )
-def test_a_wrong_table_gets_a_sentence(table: dict[str, Any], words: str) -> None:
+def test_a_wrong_table_is_refused(table: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_config({**TREE, "reward": table})
 
@@ -142,7 +140,7 @@ Answer = Callable[[dict[str, Any], int], tuple[int, bytes]]
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server on the loopback interface that answers as told; yields its address and requests."""
+    """A local server with the given responses; yields its address and requests."""
     requests: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -189,7 +187,7 @@ def test_rewards_from_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests[0]["token"] == "Bearer secret"
 
 
-def test_a_busy_server_is_asked_again() -> None:
+def test_requests_to_a_busy_server_are_retried() -> None:
     def busy_first(body: dict[str, Any], number: int) -> tuple[int, bytes]:
         return (503, b"") if number == 1 else (429, b"") if number == 2 else lengths(body, number)
 
@@ -211,7 +209,7 @@ def test_a_busy_server_is_asked_again() -> None:
         ((200, b'{"rewards": 1}'), "must answer 2 rewards"),
     ],
 )
-def test_an_answer_that_is_none_fails_at_once(answer: tuple[int, bytes], words: str) -> None:
+def test_an_invalid_response_fails_at_once(answer: tuple[int, bytes], words: str) -> None:
     with serving(lambda *_: answer) as (url, requests):
         outcomes = HttpTerm(url=url).outcomes([sample("a"), sample("b")])
     assert [outcome.status for outcome in outcomes] == [GradeStatus.FAILED] * 2
@@ -257,7 +255,7 @@ def test_the_deadline_is_of_the_whole_batch() -> None:
     assert {outcome.status for outcome in outcomes[1:]} == {GradeStatus.TIMED_OUT}
 
 
-def test_nobody_there() -> None:
+def test_an_unreachable_server_times_out() -> None:
     term = HttpTerm(url="http://127.0.0.1:9", deadline=0.5)
     (outcome,) = term.outcomes([sample("a")])
     assert outcome.status is GradeStatus.TIMED_OUT
@@ -275,7 +273,7 @@ def test_functions_are_found_by_file_and_by_module(tmp_path: Path) -> None:
     assert term.grade(sample("abc")) == 0.25  # type: ignore[union-attr]
     missing = build_term("function", {"path": f"{file}:two"})
     missing.check(max_tokens=None)
-    with pytest.raises(ImportError, match="has no function two"):
+    with pytest.raises(ImportError, match="has no two"):
         missing.grade(sample("a"))  # type: ignore[union-attr]
 
 
@@ -291,12 +289,12 @@ def test_a_file_does_not_replace_a_module_of_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("brevty", r"rewards\.py:brevty.*has no function brevty .did you mean 'brevity'"),
-        ("number", r"rewards\.py:number' is no function, but int"),
+        ("brevty", r"rewards\.py:brevty.*has no brevty .did you mean 'brevity'"),
+        ("number", r"rewards\.py:number' is not a function, but int"),
         ("short", r"must take .prompt, completion, answer., but it takes .text."),
     ],
 )
-def test_what_is_no_such_function_is_refused_at_load(tmp_path: Path, name: str, words: str) -> None:
+def test_unusable_functions_are_refused_at_load(tmp_path: Path, name: str, words: str) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(
         "number = 1\ndef brevity(prompt, completion, answer, details):\n    return 1.0\n"

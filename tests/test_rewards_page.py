@@ -1,4 +1,4 @@
-"""What docs/rewards.md tells a newcomer to do works."""
+"""The examples of docs/rewards.md work."""
 
 import tomllib
 from dataclasses import MISSING, fields

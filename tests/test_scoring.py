@@ -1,4 +1,4 @@
-"""From completions to grades: weighted parts, faults, and what becomes of the ungraded."""
+"""From completions to grades: weighted parts, failures, and ungraded completions."""
 
 import json
 import logging
@@ -49,14 +49,14 @@ def scorer_of(task: Any, *, max_tokens: int | None = None, **table: Any) -> Iter
     scorer.close()
 
 
-def test_rewards_have_one_row_a_group() -> None:
+def test_rewards_have_one_row_per_group() -> None:
     with scorer_of(Odd()) as scorer:
         groups = scorer.score([group_of("ok", "ok")] * 3)
     assert rewards_of(groups).tolist() == [[1.0, 1.0]] * 3
     assert groups[0].grades[0] == Grade(reward=1.0)
 
 
-def test_faults_of_a_grader_are_no_reward() -> None:
+def test_grader_failures_are_not_rewards() -> None:
     completions = ["ok", "raise", "nan", "inf", "text", "sleep", "memory", "exit"]
     with scorer_of(Odd(), memory_limit_gib=0.5) as scorer:
         (group,) = scorer.score([group_of(*completions)])
@@ -68,7 +68,7 @@ def test_faults_of_a_grader_are_no_reward() -> None:
     assert "task returned '1'" in group.grades[4].reason
 
 
-def test_the_ungraded_leave_the_statistics_and_the_batch() -> None:
+def test_ungraded_completions_are_left_out_of_statistics_and_batch() -> None:
     with scorer_of(Odd()) as scorer:
         groups = scorer.score([group_of("ok", "raise", "ok"), group_of("raise", "ok", "exit")])
     advantages = group_centered(rewards_of(groups))
@@ -103,14 +103,14 @@ def test_metrics_of_several_policies_leave_out_the_ungraded() -> None:
     assert "policy/second/reward" not in metrics
 
 
-def test_a_number_is_the_reward_of_the_ungraded() -> None:
+def test_ungraded_completions_can_get_a_fixed_reward() -> None:
     with scorer_of(Odd(), ungraded=-1.0) as scorer:
         (group,) = scorer.score([group_of("ok", "raise")])
     assert [grade.reward for grade in group.grades] == [1.0, -1.0]
     assert group.grades[1].status is GradeStatus.FAILED
 
 
-def test_a_run_can_stop_at_the_first() -> None:
+def test_a_run_can_stop_at_the_first_failure() -> None:
     with (
         scorer_of(Odd(), ungraded="stop") as scorer,
         pytest.raises(RewardError, match=r"failed on prompt '7': ValueError: no such answer; fix"),
@@ -137,14 +137,14 @@ def cut(group: RolloutGroup, *which: int, reason: FinishReason = FinishReason.LE
     return replace(group, completions=tuple(completions))
 
 
-def test_the_cut_are_graded_unless_told() -> None:
+def test_truncated_completions_are_graded_by_default() -> None:
     with scorer_of(Arithmetic()) as scorer:
         (group,) = scorer.score([cut(group_of("46", "47", answer="46"), 0)])
     assert [grade.reward for grade in group.grades] == [1.0, 0.0]
     assert rollout_metrics([group], policy="p", version=0)["reward/truncated"] == 0.0
 
 
-def test_the_cut_can_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_truncated_completions_can_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
     sampled = [
         cut(group_of("46", "47", "46", answer="46"), 0),
         cut(group_of("46", "46", "47", answer="46"), 2),
@@ -169,13 +169,13 @@ def test_the_cut_can_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
     assert [is_unequal(group) for group in groups] == [True, False]
 
 
-def test_an_episode_out_of_turns_is_not_cut() -> None:
+def test_an_episode_out_of_turns_is_not_truncated() -> None:
     group = cut(group_of("46", answer="46"), 0, reason=FinishReason.TURNS)
     with scorer_of(Arithmetic(), truncated="leave_out") as scorer:
         assert scorer.score([group])[0].grades == (Grade(reward=1.0),)
 
 
-def test_no_term_sees_what_was_cut() -> None:
+def test_no_term_sees_left_out_completions() -> None:
     terms = [{"name": "batch_function", "path": "pool_graders:batch_lengths"}]
     with scorer_of(Arithmetic(), terms=terms, truncated="leave_out", ungraded="stop") as scorer:
         # this function returns no number for "nan", which would end the run
@@ -185,7 +185,7 @@ def test_no_term_sees_what_was_cut() -> None:
     assert [grade.status for grade in empty.grades] == [GradeStatus.TRUNCATED]
 
 
-def test_several_batches_of_which_all_is_cut_end_the_run() -> None:
+def test_several_fully_truncated_batches_end_the_run() -> None:
     with scorer_of(Odd(), truncated="leave_out") as scorer:
         scorer.score([cut(group_of("ok", "ok"), 0, 1)])
         scorer.score([cut(group_of("raise", "ok"), 1)])  # nothing graded either
@@ -193,7 +193,7 @@ def test_several_batches_of_which_all_is_cut_end_the_run() -> None:
             scorer.score([cut(group_of("ok", "ok"), 0, 1)])
 
 
-def test_an_evaluation_grades_what_was_cut() -> None:
+def test_an_evaluation_grades_truncated_completions() -> None:
     reward = RewardConfig(truncated="leave_out")
     assert reward.limits.truncated == "grade"
     with scorer_of(Arithmetic(), **reward.limits.model_dump()) as scorer:
@@ -201,7 +201,9 @@ def test_an_evaluation_grades_what_was_cut() -> None:
     assert group.grades[0].reward == 1.0
 
 
-def test_what_cannot_travel_is_graded_here_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unpicklable_graders_run_in_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Local(Odd):
         pass
 
@@ -275,7 +277,7 @@ def test_a_batch_function_fails_for_all(function: str, status: GradeStatus, word
     assert words in group.grades[1].reason
 
 
-def test_a_sum_beyond_all_numbers_is_no_reward() -> None:
+def test_an_infinite_sum_is_not_a_reward() -> None:
     terms = [{"name": "task", "weight": 1e308, "label": label} for label in "ab"]
     with scorer_of(Arithmetic(), terms=terms) as scorer:
         (group,) = scorer.score([group_of("5", "6", answer="5")])
@@ -295,7 +297,7 @@ def test_a_batch_function_may_be_called_terms(tmp_path: Path) -> None:
     assert [grade.reward for grade in group.grades] == [8.0, 7.0]
 
 
-def test_a_file_that_breaks_during_a_run_does_not_bring_grading_here(tmp_path: Path) -> None:
+def test_a_file_that_breaks_during_a_run_is_not_graded_in_process(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(
         "import os\ndef f(prompt, completion, answer):\n"
@@ -306,7 +308,7 @@ def test_a_file_that_breaks_during_a_run_does_not_bring_grading_here(tmp_path: P
         file.write_text("broken broken")
         with pytest.raises(RewardError, match=r"could not load the grader .*SyntaxError"):
             scorer.score([group_of(*["exit"] * 6)])
-        assert not scorer._graded_here
+        assert not scorer._graded_in_process
 
 
 def test_a_server_is_a_part_like_the_others() -> None:
@@ -317,10 +319,10 @@ def test_a_server_is_a_part_like_the_others() -> None:
     assert [grade.reward for grade in group.grades] == [3.0, 4.0]
 
 
-def test_a_function_that_is_missing_ends_in_a_sentence(tmp_path: Path) -> None:
+def test_a_missing_function_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("import no_such_module_at_all\n")
-    for path, words in ((f"{file}:f", "No module named"), ("json:nothing", "has no function")):
+    for path, words in ((f"{file}:f", "No module named"), ("json:nothing", "has no nothing")):
         with (
             scorer_of(Arithmetic(), terms=[{"name": "function", "path": path}]) as scorer,
             pytest.raises(RewardError, match=f"can't be loaded .*{words}"),
@@ -369,7 +371,7 @@ class Sized(Arithmetic):
         return float(len(completion) % 2)
 
 
-def test_a_run_goes_on_without_the_ungraded(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_run_continues_without_ungraded_completions(tiny_folder: Path, tmp_path: Path) -> None:
     logging.getLogger("trustbatch.rewards.scorer").setLevel(logging.ERROR)
     result = trustbatch.train(
         model=str(tiny_folder),
@@ -397,8 +399,8 @@ def test_a_run_goes_on_without_the_ungraded(tiny_folder: Path, tmp_path: Path) -
             assert (row["reward"] is None) == ("ungraded" in row)
 
 
-def test_a_run_goes_on_without_the_cut(tiny_folder: Path, tmp_path: Path) -> None:
-    """Of a model that stops now and then, what it could not finish is neither graded nor used."""
+def test_a_run_continues_without_truncated_completions(tiny_folder: Path, tmp_path: Path) -> None:
+    """Completions that the model did not finish are neither graded nor trained on."""
     result = trustbatch.train(
         model=str(tiny_folder),
         task=Sized(),

@@ -1,4 +1,4 @@
-"""What is no task, or no option of one, is refused with a sentence before anything is sampled."""
+"""Invalid tasks and options are refused before anything is sampled."""
 
 import sys
 from pathlib import Path
@@ -46,14 +46,14 @@ class OneId(Plain):
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (Plain, r"The class Plain is no task yet: make one of it, Plain\(...\)"),
+        (Plain, r"Plain is a class, not a task: pass Plain\(...\)"),
         (Nameless(), "The task Nameless has no name"),
         (Ungraded(), "The task Ungraded has no method 'grade'"),
         (Texts(), r"prompt\(0\) of the task plain is '0=': return a trustbatch.types.Prompt"),
         (NoIds(), r"prompt\(0\) of the task plain has the id ''"),
     ],
 )
-def test_an_object_that_is_no_task_is_refused(tiny_folder: Path, task: Any, words: str) -> None:
+def test_an_object_that_is_not_a_task_is_refused(tiny_folder: Path, task: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_task(task)
     with pytest.raises(ConfigError, match=words):
@@ -69,7 +69,7 @@ def test_an_object_that_is_no_task_is_refused(tiny_folder: Path, task: Any, word
         ("class Mine:\n    name = 'mine'\n", "The task Mine has no method 'prompt'"),
     ],
 )
-def test_a_file_that_has_no_task_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_without_a_task_is_refused(tmp_path: Path, text: str, words: str) -> None:
     name = f"file_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text)
     tree = {"model": {"name": "m"}, "task": {"name": f"{tmp_path / name}.py:Mine"}}
@@ -103,14 +103,14 @@ def test_a_file_that_has_no_task_is_refused(tmp_path: Path, text: str, words: st
         ),
     ],
 )
-def test_options_of_another_type_are_refused(
+def test_options_of_the_wrong_type_are_refused(
     name: str, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         build_task(name, seed=0, **options)
 
 
-def test_two_prompts_of_one_id_are_refused(policy: Policy) -> None:
+def test_two_prompts_with_the_same_id_are_refused(policy: Policy) -> None:
     sampling = SamplingParams(max_tokens=2, stop_token_ids=policy.stop_token_ids)
     task = OneId()
     with pytest.raises(ConfigError, match="Two prompts of a batch have the id 'same'"):

@@ -18,7 +18,7 @@ from trustbatch.rewards import Scorer
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import Curriculum, Mixture, build_task
-from trustbatch.tasks.answering import answers
+from trustbatch.tasks.base import is_environment
 from trustbatch.tasks.mixture import even_order
 from trustbatch.types import Prompt, Role, SamplingParams, Turn
 
@@ -26,7 +26,7 @@ OWN = Path(__file__).parent / "own_task.py"
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_part_is_ever_a_whole_turn_away_from_its_share(seed: int) -> None:
+def test_no_part_is_ever_a_whole_prompt_away_from_its_share(seed: int) -> None:
     rng = random.Random(seed)
     weights = [rng.randint(1, rng.choice([3, 30])) for _ in range(rng.randint(1, 7))]
     shares = [Fraction(weight, sum(weights)) for weight in weights]
@@ -84,8 +84,8 @@ def test_real_data_in_any_window() -> None:
     assert task.prompt(names.index("countdown")).details["target"] > 0
 
 
-def test_parts_with_the_same_problems_have_ids_of_their_own(tmp_path: Path) -> None:
-    """Equal ids would sample equal samples."""
+def test_parts_with_the_same_problems_have_different_ids(tmp_path: Path) -> None:
+    """Equal ids would get the same random numbers."""
     part = {"name": "file", "path": rows_file(tmp_path, [{"problem": "1", "answer": "1"}])}
     task = mixture([part | {"label": "a"}, part | {"label": "b"}])
     assert [task.prompt(index).id for index in range(4)] == ["a:0#0", "b:0#0", "a:0#1", "b:0#1"]
@@ -97,7 +97,7 @@ def test_parts_with_the_same_problems_have_ids_of_their_own(tmp_path: Path) -> N
         ([], r"needs \[\[task.parts\]\]"),
         ([{"name": "mixture"}], "must be the name of a task"),
         ([{"weight": 1}], "must be the name of a task"),
-        ([{"name": "arithmetic"}] * 2, "a label of its own"),
+        ([{"name": "arithmetic"}] * 2, "give each its own label"),
         ([{"name": "arithmetic", "weight": 0}], "must be above 0"),
         ([{"name": "arithmetic", "levle": 0}], "did you mean 'level'"),
         (
@@ -106,7 +106,7 @@ def test_parts_with_the_same_problems_have_ids_of_their_own(tmp_path: Path) -> N
         ),
     ],
 )
-def test_wrong_parts_get_a_sentence(parts: list[dict[str, Any]], words: str) -> None:
+def test_wrong_parts_are_refused(parts: list[dict[str, Any]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         mixture(parts)
 
@@ -132,7 +132,7 @@ def test_a_run_reports_the_reward_of_each_task(tiny_folder: Path, tmp_path: Path
 
 
 def test_environments_in_a_mixture_are_played(policy: Policy) -> None:
-    """With their own prompts, beside parts that do not answer."""
+    """With their own prompts, together with parts that do not reply."""
     parts = [{"name": f"{OWN}:{kind}", "label": kind.lower()} for kind in ("Talk", "Plain")]
     mixture = build_task("mixture", seed=0, parts=parts)
     groups = collect(
@@ -152,8 +152,8 @@ def test_environments_in_a_mixture_are_played(policy: Policy) -> None:
         for completion, grade in zip(group.completions, group.grades, strict=True):
             assert grade.reward == float(len(completion.text) % 2)
     silent = build_task("mixture", seed=0, parts=parts[1:])
-    assert not answers(silent)
-    assert answers(build_task("mixture", seed=0, parts=[{"name": "calculator"}]))
+    assert not is_environment(silent)
+    assert is_environment(build_task("mixture", seed=0, parts=[{"name": "calculator"}]))
 
 
 def test_an_environment_with_a_curriculum_is_played() -> None:
@@ -168,10 +168,10 @@ def test_an_environment_with_a_curriculum_is_played() -> None:
     turns = (Turn(role=Role.POLICY, text="1"),) * 3
     curriculum = Curriculum(task=Asked())
     prompt = curriculum.prompt(0)
-    assert answers(curriculum)
+    assert is_environment(curriculum)
     assert curriculum.reply(prompt, turns) == f"{prompt.answer}?"
     assert curriculum.grade_turns(prompt, turns) == 3.0
     plain = Curriculum(task=Short())
-    assert not answers(plain)
+    assert not is_environment(plain)
     assert plain.reply(prompt, turns) is None
     assert plain.grade_turns(prompt, turns) == plain.grade(prompt, "1")

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from trustbatch.rewards.term import Sample
-from trustbatch.rewards.terms import MathTerm
+from trustbatch.rewards.terms import MathTerm, Sample
 from trustbatch.tasks import build_task
 from trustbatch.tasks.arithmetic import LEVELS, Arithmetic
-from trustbatch.tasks.file import FileTask
+from trustbatch.tasks.benchmarks import FileTask
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -99,7 +98,7 @@ def test_final_answers(completion: str, answer: str, reward: float, tmp_path: Pa
     assert task.grade(task.prompt(0), completion) == reward
 
 
-def test_a_template_that_asks_for_a_box_is_taken_at_its_word(tmp_path: Path) -> None:
+def test_a_template_with_a_box_requires_one(tmp_path: Path) -> None:
     path = str(write_rows(tmp_path / "a.jsonl", [{"problem": "p", "answer": "5"}]))
     for template, reward in (("plain", 1.0), ("boxed", 0.0), (r"{problem} \boxed{}", 0.0)):
         task = FileTask(path=path, template=template)
@@ -118,7 +117,7 @@ def test_thinking_that_the_prompt_opens_must_end(tmp_path: Path) -> None:
         assert MathTerm().grade(sample) == reward
 
 
-def test_rows_without_an_id_of_their_own_are_told_apart(tmp_path: Path) -> None:
+def test_rows_without_a_unique_id_get_one(tmp_path: Path) -> None:
     row = {"problem": "p", "answer": "1"}
     rows: list[dict[str, object]] = [row | {"id": None}, row | {"id": "a"}, row | {"id": "a"}, row]
     task = FileTask(path=str(write_rows(tmp_path / "a.jsonl", rows)), shuffle=False)
@@ -138,14 +137,14 @@ def test_rows_without_an_id_of_their_own_are_told_apart(tmp_path: Path) -> None:
         ("a,b\n", "a.csv", "must end in .jsonl"),
     ],
 )
-def test_bad_files_get_a_sentence(tmp_path: Path, content: str, name: str, words: str) -> None:
+def test_bad_files_are_refused(tmp_path: Path, content: str, name: str, words: str) -> None:
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(ValueError, match=words):
         build_task("file", seed=0, path=str(path))
 
 
-def test_bad_options_get_a_sentence(tmp_path: Path) -> None:
+def test_bad_options_are_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(ValueError, match="There is no task 'poetry'; choose one of arithmetic"):
         build_task("poetry", seed=0)

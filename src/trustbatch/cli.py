@@ -348,12 +348,16 @@ def _status(folder: Path, *, watch: bool) -> int:
 
 
 def _eval(options: argparse.Namespace, overrides: list[str]) -> int:
+    from trustbatch.build.engines import build_engine
+    from trustbatch.build.policies import load_model
     from trustbatch.evaluation.comparison import compare
-    from trustbatch.evaluation.request import requested_evaluation
-    from trustbatch.evaluation.run import evaluate_models
-    from trustbatch.evaluation.table import comparison_table, results_table
+    from trustbatch.evaluation.report import comparison_table, results_table
+    from trustbatch.evaluation.run import ModelEvaluator
+    from trustbatch.evaluation.settings import requested_evaluation
 
-    baseline, *others = evaluate_models(options.models, requested_evaluation(options, overrides))
+    evaluator = ModelEvaluator(load_model=load_model, open_engine=build_engine)
+    evaluation = requested_evaluation(options, overrides)
+    baseline, *others = evaluator.evaluate_models(options.models, evaluation)
     console = Console(soft_wrap=True)
     for each in (baseline, *others):
         console.print(results_table(each.results), markup=False, highlight=False)
@@ -367,9 +371,8 @@ def _eval(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _compare(folders: list[str], k: int, output: str | None) -> int:
     from trustbatch.evaluation.comparison import compare
-    from trustbatch.evaluation.page import pass_at_k_page
+    from trustbatch.evaluation.report import comparison_table, pass_at_k_page
     from trustbatch.evaluation.results import read_results
-    from trustbatch.evaluation.table import comparison_table
 
     first, second = (read_results(Path(folder)) for folder in folders)
     comparison = compare(first, second, k=k)

@@ -9,9 +9,8 @@ import pytest
 
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.comparison import compare
-from trustbatch.evaluation.outcomes import ProblemOutcome
-from trustbatch.evaluation.results import EvaluationResults
-from trustbatch.evaluation.sign_flips import flip_interval, flip_p_value
+from trustbatch.evaluation.results import EvaluationResults, ProblemOutcome
+from trustbatch.evaluation.statistics import flip_interval, flip_p_value
 
 NUM_TRIALS = 400
 
@@ -62,7 +61,7 @@ def test_the_interval_is_what_the_test_does_not_reject() -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 10, 30, 500])
 def test_ties_leave_room_for_what_was_not_seen(size: int) -> None:
-    """So often a problem may be worse without being seen among so many, once in 40 times."""
+    """The rate of worse problems at which none of `size` is seen in 1 of 40 cases."""
     low, high = flip_interval(np.zeros(size), equal_weights(size))
     assert low == -high
     assert (1 - high) ** size == pytest.approx(0.025)
@@ -80,7 +79,7 @@ def test_ties_of_a_small_and_a_large_task() -> None:
     assert -low == high < 0.5
 
 
-def test_the_interval_excludes_zero_exactly_when_the_test_is_clear() -> None:
+def test_the_interval_excludes_zero_exactly_when_the_test_is_significant() -> None:
     generator = np.random.default_rng(1)
     for size in (6, 9, 14, 15, 40):
         for _ in range(60):
@@ -130,7 +129,7 @@ def test_pairing_sees_what_separate_intervals_hide() -> None:
     assert scores[1] is not None
     assert scores[1].low < scores[0].high
     difference = compare(first, second).differences[0]
-    assert difference.is_clear
+    assert difference.is_significant
     assert difference.low > 0
 
 
@@ -180,13 +179,13 @@ def test_the_verdict_names_the_better_model_or_none() -> None:
     )
     same = compare(weak, weak)
     assert same.verdict == (
-        "No problem tells weak (first) and weak (second) apart on aime24: all 24 have the same "
-        "pass@1, and the difference on others like them is from -0.142 to +0.142."
+        "weak (first) and weak (second) do not differ on aime24: all 24 problems have the same "
+        "pass@1, and the interval of the difference is -0.142 to +0.142."
     )
     assert same.differences[0].p_value == 1.0
 
 
-def test_the_average_counts_every_benchmark_the_same() -> None:
+def test_the_average_weights_all_benchmarks_equally() -> None:
     small, large = results("a", [0] * 5), results("a", [0] * 50)
     better = results("b", [16] * 5)
     first = EvaluationResults(
@@ -220,7 +219,7 @@ def test_only_problems_that_both_models_have_graded_are_compared() -> None:
     ("change", "words"),
     [
         ({"samples": 8}, "was evaluated with samples = 16 and b with 8"),
-        ({"temperature": 0.6}, "temperature = 1.0 and b with 0.6: evaluate both alike"),
+        ({"temperature": 0.6}, "temperature = 1.0 and b with 0.6: evaluate both with the same"),
         ({"top_p": 1.0}, "top_p = 0.95 and b with 1.0"),
         ({"max_tokens": 128}, "max_tokens = 64 and b with 128"),
     ],

@@ -19,7 +19,7 @@ from trustbatch.cli import main
 from trustbatch.config import RolloutConfig
 from trustbatch.evaluation import evaluate
 from trustbatch.evaluation.models import short_names
-from trustbatch.evaluation.sample import sample_records
+from trustbatch.evaluation.sampling import sample_records
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import TaskChoice, load_suite
 from trustbatch.models.policy import Policy
@@ -94,7 +94,7 @@ def test_the_folder_has_table_plot_results_and_every_sample(
 
 
 @pytest.mark.parametrize("num_kept", [0, 5, 12])
-def test_an_evaluation_goes_on_where_it_was_stopped(
+def test_an_evaluation_continues_where_it_was_stopped(
     tiny_folder: Path, tmp_path: Path, num_kept: int
 ) -> None:
     """Also between two problems that are sampled together, and within a line."""
@@ -113,7 +113,7 @@ def test_an_evaluation_goes_on_where_it_was_stopped(
 
 
 def test_what_is_done_does_not_change_which_problems_are_sampled_together(policy: Policy) -> None:
-    """Another batch could round otherwise, and sample another token."""
+    """Another batch could round differently and change a token."""
 
     class NotingEngine(NativeEngine):
         asked: ClassVar[list[list[str]]] = []
@@ -213,13 +213,13 @@ def test_two_models_are_compared_on_the_same_problems(
     longer = tmp_path / "longer"
     assert run_eval(other_folder, *SMALL[:-1], "9", "--output", longer) == 0
     message = error_of(capsys, "compare", folders[0], longer / "other-arithmetic")
-    assert "max_tokens = 8 and other with 9: evaluate both alike" in message
+    assert "max_tokens = 8 and other with 9: evaluate both with the same" in message
     assert "name the folder of a finished evaluation" in error_of(
         capsys, "compare", folders[0], tmp_path
     )
 
 
-def test_the_longest_answer_gives_way_to_the_context_unless_it_was_asked_for(
+def test_the_default_max_tokens_is_lowered_to_the_context(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [tiny_folder, "--prompts", "2", "--samples", "1", "--output", tmp_path]
@@ -249,7 +249,7 @@ def test_a_run_stands_for_its_newest_checkpoint(
     assert (tmp_path / "a-step-1-arithmetic" / "results.json").is_file()
 
 
-def test_names_of_models_tell_them_apart() -> None:
+def test_short_names_of_models_are_unique() -> None:
     assert short_names(["Qwen/Qwen3-0.6B", "m/x.gguf", "runs/a/checkpoints/step-5"]) == [
         "Qwen3-0.6B",
         "x",
@@ -266,10 +266,10 @@ def test_names_of_models_tell_them_apart() -> None:
         (["--temperature", "0", "--samples", "2"], "set --samples 1, or raise the temperature"),
         (["--task", "arithmetik"], "did you mean 'arithmetic'?"),
         (["--suite", "aime24", "--data", "."], "aime24.jsonl.gz is not a file"),
-        (["--template", "x{problem}"], "--template is for files with problems"),
-        (["--suite", "arithmetic", "--template", "x"], "--template is for the file of --task"),
-        (["--suite", "arithmetic,arithmetic"], "two tasks called 'arithmetic'"),
-        (["--training.steps=3"], "'--training.steps=3' is no option of eval"),
+        (["--template", "x{problem}"], "--template requires a file with problems"),
+        (["--suite", "arithmetic", "--template", "x"], "--template requires a file in --task"),
+        (["--suite", "arithmetic,arithmetic"], "two tasks named 'arithmetic'"),
+        (["--training.steps=3"], "'--training.steps=3' is not an option of eval"),
         (["--rollout.vllm.sleep=true"], 'only with rollout.engine = "vllm"'),
     ],
 )
@@ -307,7 +307,7 @@ def test_evaluation_prompts_share_no_random_numbers_with_those_of_a_run(tmp_path
     data = tmp_path / "data.jsonl"
     data.write_text('{"id": "7", "problem": "1+1=", "answer": "2"}\n')
     suite = load_suite([TaskChoice(str(data)), TaskChoice("arithmetic")], num_endless=3)
-    sampled = [task.sampled_prompt(problem) for task in suite for problem in task.problems]
+    sampled = [task.sampling_id(problem) for task in suite for problem in task.problems]
     assert len(set(sampled)) == 4
     trained = [build_task("file", seed=0, path=str(data)), build_task("arithmetic", seed=0)]
     for task in trained:

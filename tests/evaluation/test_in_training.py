@@ -1,4 +1,4 @@
-"""Evaluation within a run: its own curve, and not a bit of the training changed."""
+"""Evaluation during training: its metrics, and that training stays bitwise the same."""
 
 import json
 import multiprocessing
@@ -127,7 +127,7 @@ def test_the_folders_of_evaluations_hold_what_the_metrics_say(
     assert read_run(result.folder, "run").steps_done == 5
 
 
-def test_a_run_that_goes_on_evaluates_what_is_missing(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_evaluates_what_is_missing(tiny_folder: Path, tmp_path: Path) -> None:
     whole = run(tiny_folder, tmp_path / "whole", evaluation=EVALUATION)
     result = run(tiny_folder, tmp_path / "again", evaluation=EVALUATION)
     shutil.rmtree(result.folder / "checkpoints" / "step-5")

@@ -1,10 +1,9 @@
-"""Intervals hold the truth as often as they say, measured over many simulated evaluations."""
+"""Coverage of intervals, measured over many simulated evaluations."""
 
 import numpy as np
 import pytest
 
-from trustbatch.evaluation.intervals import mean_intervals
-from trustbatch.evaluation.pass_at_k import pass_at_k
+from trustbatch.evaluation.statistics import mean_intervals, pass_at_k
 
 NUM_SAMPLES = 16
 NUM_EVALUATIONS = 600
@@ -15,7 +14,7 @@ LIKELY = 2.5 * (0.05 * 0.95 / NUM_EVALUATIONS) ** 0.5
 def evaluations(
     difficulty: tuple[float, float], k: int, num_problems: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, float]:
-    """Scores [evaluations, problems] of problems whose difficulty is sampled, and the true score."""
+    """Scores [evaluations, problems] of problems with random difficulty, and the true score."""
     table = np.array([pass_at_k(NUM_SAMPLES, c, k) for c in range(NUM_SAMPLES + 1)])
     chances = generator.beta(*difficulty, (NUM_EVALUATIONS, num_problems))
     truth = (1 - (1 - generator.beta(*difficulty, 1_000_000)) ** k).mean()
@@ -50,7 +49,7 @@ def test_coverage_of_an_average_over_benchmarks_of_different_sizes() -> None:
     assert inside / NUM_EVALUATIONS == pytest.approx(0.95, abs=0.025)
 
 
-def test_problems_that_all_fail_or_all_succeed_still_leave_a_doubt() -> None:
+def test_intervals_of_equal_scores_have_positive_width() -> None:
     (low, high), (other_low, other_high) = mean_intervals(
         [np.stack([np.zeros(30), np.ones(30)], axis=1)]
     )

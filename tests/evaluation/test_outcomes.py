@@ -1,4 +1,4 @@
-"""Samples that could not be graded: neither right nor wrong, and never hidden."""
+"""Ungraded samples count neither as correct nor as wrong, and are reported."""
 
 import json
 from pathlib import Path
@@ -8,11 +8,14 @@ import pytest
 
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.folder import EvaluationFolder
-from trustbatch.evaluation.outcomes import ProblemOutcome
-from trustbatch.evaluation.results import EvaluationResults, read_results
-from trustbatch.evaluation.scores import score_tasks
+from trustbatch.evaluation.report import results_table
+from trustbatch.evaluation.results import (
+    EvaluationResults,
+    ProblemOutcome,
+    read_results,
+    score_tasks,
+)
 from trustbatch.evaluation.suite import EvaluatedTask
-from trustbatch.evaluation.table import results_table
 from trustbatch.tasks import build_task
 from trustbatch.types import Prompt
 
@@ -72,7 +75,7 @@ def test_the_table_shows_their_number_and_the_rule() -> None:
     table = results_table(EvaluationResults(model="m", settings=SETTINGS, outcomes=outcomes))
     assert "| t | 2 | 0.750 (" in table
     assert "| 0.0% | 2 | 3 |" in table
-    assert "count neither as right nor as wrong" in table
+    assert "count neither as correct nor as wrong" in table
     assert "pass@4 of t is over 1 of 2 problems." in table
     whole = {"t": [outcome([1.0] * 4)]}
     assert "neither" not in results_table(
@@ -108,7 +111,7 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     again.close()
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
     open_folder(tmp_path).close()
     with pytest.raises(ConfigError, match=r"has no results\.json"):
         read_results(tmp_path)

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from trustbatch.evaluation.pass_at_k import pass_at_k, pass_at_k_curve, shown_ks
+from trustbatch.evaluation.statistics import pass_at_k, pass_at_k_curve, shown_ks
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_hand_cases(num_samples: int, num_correct: int, k: int, expected: float)
 
 
 @pytest.mark.parametrize("num_samples", range(1, 10))
-def test_it_is_the_share_of_subsets_with_a_right_sample(num_samples: int) -> None:
+def test_it_is_the_fraction_of_subsets_with_a_correct_sample(num_samples: int) -> None:
     for num_correct in range(num_samples + 1):
         is_right = [number < num_correct for number in range(num_samples)]
         for k in range(1, num_samples + 1):

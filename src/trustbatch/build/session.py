@@ -23,8 +23,7 @@ from trustbatch.loops.session import Session
 from trustbatch.loops.sources import BatchSource, SyncSource
 from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
-from trustbatch.rewards import Scorer
-from trustbatch.rewards.shared import GroupScorer, SharedScorer
+from trustbatch.rewards import GroupScorer, Scorer, SharedScorer
 from trustbatch.rollout.engine import Engines
 from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
 from trustbatch.training.canary import NUM_PROMPTS, Canary, CanaryRecorder

@@ -1,8 +1,8 @@
-"""How good a model is, and how sure one can be of it.
+"""How good a model is, with confidence intervals and significance tests.
 
-`pass_at_k`, `intervals`, `scores` and `comparison` are the statistics, and need no torch. `suite`,
-`sample` and `folder` get the samples; `run` is `trustbatch eval`, and `in_training` the same within
-a run.
+`statistics`, `results` and `comparison` need no torch. `suite`, `settings`, `sampling` and `folder`
+get and store samples; `run` is `trustbatch eval`, `in_training` evaluates during a run, and
+`evaluate` returns a mean reward.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ __all__ = ["EvaluationResult", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:
-    # results can be read and compared without torch, which takes seconds to import
+    # lazy: results can be read and compared without torch, which takes seconds to import
     if name in __all__:
         from trustbatch.evaluation import mean_reward
 

@@ -1,7 +1,7 @@
-"""Two models on the same problems: who is better, by how much, and could it be chance?
+"""Paired comparison of two models on the same problems.
 
-A problem that is hard for one model is hard for the other, so the differences of each problem vary
-less than the scores: a paired comparison sees what two separate intervals hide.
+A problem that is hard for one model tends to be hard for the other, so differences per problem vary
+less than scores: a paired comparison detects differences that two separate intervals hide.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 
 from trustbatch.errors import ConfigError
-from trustbatch.evaluation.intervals import LEVEL, Floats
-from trustbatch.evaluation.outcomes import ProblemOutcome
-from trustbatch.evaluation.pass_at_k import pass_at_k
-from trustbatch.evaluation.results import EvaluationResults
-from trustbatch.evaluation.scores import AVERAGE
-from trustbatch.evaluation.sign_flips import flip_interval, flip_p_value
+from trustbatch.evaluation.results import AVERAGE, EvaluationResults, ProblemOutcome
+from trustbatch.evaluation.statistics import (
+    LEVEL,
+    Floats,
+    flip_interval,
+    flip_p_value,
+    pass_at_k,
+)
 
 MUST_AGREE = ("samples", "temperature", "top_p", "max_tokens", "max_turns")
-"""settings without which two scores do not measure the same"""
+"""settings that must be equal for scores to be comparable"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +30,9 @@ class Difference:
 
     task: str
     num_problems: int
-    """those with enough graded samples of both models"""
+    """problems with enough graded samples of both models"""
     num_unequal: int
-    """those on which the models differ"""
+    """problems on which the models differ"""
     first: float
     second: float
     value: float
@@ -39,14 +41,14 @@ class Difference:
     p_value: float
 
     @property
-    def is_clear(self) -> bool:
-        """Whether chance alone would seldom give such a difference."""
+    def is_significant(self) -> bool:
+        """Whether the difference is statistically significant."""
         return self.p_value <= 1.0 - LEVEL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All differences between two models; the last one is that on average, if there are several."""
+    """Differences between two models per task, and last on average if there are several."""
 
     first: str
     second: str
@@ -55,20 +57,20 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The last difference as a sentence."""
+        """One sentence about the last difference."""
         last = self.differences[-1]
         where = "on average" if last.task == AVERAGE else f"on {last.task}"
         interval = f"({last.low:.3f} to {last.high:.3f}), p = {_written(last.p_value)}"
         if not last.num_unequal:
             return (
-                f"No problem tells {self.first} and {self.second} apart {where}: all "
-                f"{last.num_problems:,} have the same pass@{self.k}, and the difference on others "
-                f"like them is from {last.low:+.3f} to {last.high:+.3f}."
+                f"{self.first} and {self.second} do not differ {where}: all "
+                f"{last.num_problems:,} problems have the same pass@{self.k}, and the interval of "
+                f"the difference is {last.low:+.3f} to {last.high:+.3f}."
             )
-        if not last.is_clear:
+        if not last.is_significant:
             return (
-                f"{self.first} and {self.second} can't be told apart {where}: pass@{self.k} "
-                f"differs by {last.value:+.3f} {interval}."
+                f"{self.first} and {self.second} do not differ significantly {where}: "
+                f"pass@{self.k} differs by {last.value:+.3f} {interval}."
             )
         better, worse, sign = self.second, self.first, 1
         if last.value < 0:
@@ -85,7 +87,7 @@ class Comparison:
 
 
 def compare(first: EvaluationResults, second: EvaluationResults, *, k: int = 1) -> Comparison:
-    """Compare two models' pass@k, or refuse to compare what was not measured alike."""
+    """Compare pass@k of two models; refuse evaluations with different settings."""
     _refuse_unlike(first, second)
     if not 1 <= k <= first.settings["samples"]:
         raise ConfigError(
@@ -111,7 +113,7 @@ def compare(first: EvaluationResults, second: EvaluationResults, *, k: int = 1) 
 
 
 def _paired(first: Sequence[ProblemOutcome], second: Sequence[ProblemOutcome], k: int) -> Floats:
-    """Return pass@k [problems, 2] of the problems for which both models have one."""
+    """Return pass@k [problems, 2] of the problems that have k graded samples of both models."""
     rows = [
         [pass_at_k(one.graded, one.correct, k), pass_at_k(two.graded, two.correct, k)]
         for one, two in zip(first, second, strict=True)
@@ -121,7 +123,7 @@ def _paired(first: Sequence[ProblemOutcome], second: Sequence[ProblemOutcome], k
 
 
 def _difference(task: str, parts: Sequence[Floats]) -> Difference:
-    """Weigh the problems so that every task counts the same, however many problems it has."""
+    """Return the difference over tasks, each of which has equal weight."""
     scores = np.concatenate(parts)
     weights = np.concatenate([np.full(len(part), 1.0 / len(part) / len(parts)) for part in parts])
     differences = scores[:, 1] - scores[:, 0]
@@ -146,7 +148,7 @@ def _refuse_unlike(first: EvaluationResults, second: EvaluationResults) -> None:
         if ours != theirs:
             raise ConfigError(
                 f"{first.model} was evaluated with {key} = {ours} and {second.model} with "
-                f"{theirs}: evaluate both alike, or their scores measure different things."
+                f"{theirs}: evaluate both with the same settings."
             )
     ours, theirs = first.settings["tasks"], second.settings["tasks"]
     if list(ours) != list(theirs):

@@ -1,7 +1,7 @@
-"""The folder of an evaluation: settings, one line a problem as they come, and the results.
+"""The folder of an evaluation: settings, samples and results.
 
-settings.json    what decides the samples; a start with other settings is refused
-samples.jsonl    one line a problem: its completions with their grades
+settings.json    what determines the samples; a start with other settings is refused
+samples.jsonl    one line per problem: its completions with their grades
 results.json     scores with intervals, and the outcome of every problem
 results.md       the table
 pass_at_k.html   the plot
@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.errors import ConfigError
-from trustbatch.evaluation.outcomes import ProblemOutcome
-from trustbatch.evaluation.page import pass_at_k_page
-from trustbatch.evaluation.results import RESULTS_FILE, EvaluationResults
+from trustbatch.evaluation.report import pass_at_k_page, results_table
+from trustbatch.evaluation.results import RESULTS_FILE, EvaluationResults, ProblemOutcome
 from trustbatch.evaluation.suite import EvaluatedTask
-from trustbatch.evaluation.table import results_table
 from trustbatch.utils.files import lock_folder, write_atomically
 
 
 class EvaluationFolder:
-    """What an evaluation leaves behind, and goes on from where it was stopped."""
+    """Stores samples as they are graded, so that an interrupted evaluation can continue."""
 
     def __init__(self, path: Path, *, model: str, settings: Mapping[str, Any]) -> None:
         self.path = path
@@ -44,11 +42,11 @@ class EvaluationFolder:
         self._samples = self._samples_file.open("a", encoding="utf-8")
 
     def done(self, task: str) -> set[str]:
-        """Return the ids of the problems of a task that have been sampled and graded."""
+        """Return the ids of a task's finished problems."""
         return {problem for name, problem in self.outcomes if name == task}
 
     def add(self, record: Mapping[str, Any]) -> ProblemOutcome:
-        """Append one problem's line, and have it on its way to the disk before the next."""
+        """Append one problem's line and flush it."""
         self._samples.write(json.dumps(record) + "\n")
         self._samples.flush()
         outcome = ProblemOutcome.of_record(record)
@@ -58,7 +56,7 @@ class EvaluationFolder:
     def finish(
         self, suite: Sequence[EvaluatedTask], environment: Mapping[str, Any]
     ) -> EvaluationResults:
-        """Write table, plot and results, in this order: who finds results.json finds all."""
+        """Write table, plot and results; results.json comes last, so it implies the others."""
         results = EvaluationResults(
             model=self.model,
             settings=self.settings,
@@ -74,7 +72,7 @@ class EvaluationFolder:
         return results
 
     def close(self) -> None:
-        """Close the files, and let others use the folder."""
+        """Close the files, and release the lock of the folder."""
         self._samples.close()
         self._lock.close()
 
@@ -90,7 +88,7 @@ class EvaluationFolder:
         return {"model": self.model, **self.settings}
 
     def _refuse_other_settings(self) -> None:
-        # an evaluation without a single problem done binds nobody
+        # without a finished problem, the settings may change
         has_samples = self._samples_file.is_file() and b"\n" in self._samples_file.read_bytes()
         if not self._settings_file.is_file() or not has_samples:
             return
@@ -110,7 +108,7 @@ class EvaluationFolder:
                 )
 
     def _read_outcomes(self) -> dict[tuple[str, str], ProblemOutcome]:
-        """Return what is done; a last line that a kill cut short is removed from the file."""
+        """Return the finished problems; an incomplete last line is removed from the file."""
         if not self._samples_file.is_file():
             return {}
         content = self._samples_file.read_bytes()
@@ -125,8 +123,8 @@ class EvaluationFolder:
                 outcomes[record["task"], record["id"]] = ProblemOutcome.of_record(record)
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
-                    f"Line {number} of {self._samples_file} can't be read: remove the line, and "
-                    "its problem is sampled again."
+                    f"Line {number} of {self._samples_file} can't be read: remove the line, so "
+                    "that its problem is sampled again."
                 ) from error
         return outcomes
 

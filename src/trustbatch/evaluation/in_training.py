@@ -1,7 +1,7 @@
-"""Evaluation within a run, on its own engine: the curve that tells whether training helps.
+"""Evaluation during training, with the run's own engine.
 
-Samples are pure functions of their ids, which the run's rollouts do not share, so a run is the same
-with and without it.
+Samples are pure functions of their prompt ids, which differ from those of the rollouts, so a run is
+the same with and without evaluation.
 """
 
 import io
@@ -14,12 +14,10 @@ from typing import Any
 
 from trustbatch.config import Config, EvaluationConfig
 from trustbatch.evaluation.folder import EvaluationFolder
-from trustbatch.evaluation.outcomes import ProblemOutcome
-from trustbatch.evaluation.pass_at_k import shown_ks
-from trustbatch.evaluation.progress import EvaluationProgress
-from trustbatch.evaluation.sample import sample_records
-from trustbatch.evaluation.scores import score_tasks
+from trustbatch.evaluation.results import ProblemOutcome, score_tasks
+from trustbatch.evaluation.sampling import EvaluationProgress, sample_records
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
+from trustbatch.evaluation.statistics import shown_ks
 from trustbatch.evaluation.suite import EvaluatedTask, TaskChoice, load_suite
 from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import RunFolder, describe_environment
@@ -31,7 +29,7 @@ from trustbatch.utils.distributed import num_ranks, this_rank
 
 
 class InTrainingEvaluation:
-    """Evaluates the policy every so many steps; with several ranks all of them call it."""
+    """Evaluates the policy every `evaluation.every` steps. Collective: all ranks call it."""
 
     def __init__(
         self,
@@ -44,7 +42,7 @@ class InTrainingEvaluation:
         self.config = config
         self.policy = policy
         self.engine = engine
-        """of the trained policy alone"""
+        """of the trained policy, without second policies"""
         self.run = run
         table = config.evaluation
         self.sampling = SamplingSettings(
@@ -56,17 +54,17 @@ class InTrainingEvaluation:
         )
         self.suite = suite
         for task in self.suite:
-            for problem in task.problems:  # now, not after hours of training
+            for problem in task.problems:  # fail now rather than after hours of training
                 encode_checked(policy, problem, self.sampling.max_tokens)
         self._scorers = {task.name: Scorer(task.task, config.reward.limits) for task in self.suite}
 
     def before_first_step(self, step: int) -> None:
-        """Write how good the policy is before it is trained, if it has not been trained yet."""
+        """Evaluate the initial policy and write its metrics, if no step is done yet."""
         if self.suite and step == 0:
             self.run.write_metrics(0, self._evaluate(0))
 
     def after_step(self, step: int) -> dict[str, float]:
-        """Return the scores of the policy after a step, where they are due."""
+        """Return the metrics of an evaluation if one is due after this step."""
         is_due = step % max(self.config.evaluation.every, 1) == 0
         if not self.suite or not (is_due or step == self.config.training.steps):
             return {}
@@ -75,7 +73,7 @@ class InTrainingEvaluation:
         return metrics | {"time/evaluation_seconds": time.perf_counter() - start}
 
     def close(self) -> None:
-        """End the graders' processes; they come back where they are needed."""
+        """End the grading processes; the next evaluation restarts them."""
         for scorer in self._scorers.values():
             scorer.close()
 
@@ -90,7 +88,7 @@ class InTrainingEvaluation:
             )
             for task in self.suite:
                 outcomes[task.name] = []
-                for records in self._sampled(task):
+                for records in self._sample(task):
                     new = [ProblemOutcome.of_record(record) for record in records]
                     outcomes[task.name] += new
                     progress.update(new)
@@ -100,12 +98,12 @@ class InTrainingEvaluation:
             if folder is not None:
                 folder.finish(self.suite, describe_environment())
         finally:
-            self.close()  # the machine is the run's until the next time
+            self.close()  # free CPU and memory until the next evaluation
             if folder is not None:
                 folder.close()
         return evaluation_metrics(outcomes)
 
-    def _sampled(self, task: EvaluatedTask) -> Iterator[list[dict[str, Any]]]:
+    def _sample(self, task: EvaluatedTask) -> Iterator[list[dict[str, Any]]]:
         with memory_advice(self.config, task.task, "generate"):
             yield from sample_records(
                 self.engine,
@@ -126,7 +124,7 @@ class InTrainingEvaluation:
     def _open_folder(self, step: int) -> EvaluationFolder:
         path: Path = self.run.path / "evaluations" / f"step-{step:06d}"
         if path.is_dir():
-            shutil.rmtree(path)  # of a start that was killed before its next checkpoint
+            shutil.rmtree(path)  # left by a start that was killed before its next checkpoint
         return EvaluationFolder(
             path,
             model=f"{self.config.run.name}-step-{step}",
@@ -141,7 +139,7 @@ class InTrainingEvaluation:
 
 
 def configured_suite(table: EvaluationConfig) -> list[EvaluatedTask]:
-    """Load the tasks that [evaluation] names; none where nothing is evaluated."""
+    """Load the tasks of [evaluation]; none if evaluation is off."""
     if not table.every:
         return []
     choices = [
@@ -152,7 +150,7 @@ def configured_suite(table: EvaluationConfig) -> list[EvaluatedTask]:
 
 
 def evaluation_metrics(outcomes: Mapping[str, list[ProblemOutcome]]) -> dict[str, float]:
-    """Return the scores as metrics: eval/TASK/pass@1 and so on, and eval/average/..."""
+    """Return the scores as metrics: eval/TASK/pass@1 etc., and eval/average/..."""
     metrics: dict[str, float] = {}
     for scores in score_tasks(outcomes):
         prefix = f"eval/{scores.name}"

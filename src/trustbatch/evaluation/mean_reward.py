@@ -1,4 +1,4 @@
-"""The mean reward of a model on the first prompts of a task, without any file."""
+"""The mean reward of a model on the first prompts of a task; writes no files."""
 
 import contextlib
 import math
@@ -16,13 +16,13 @@ from trustbatch.types import RolloutGroup, SamplingParams
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """A mean reward over prompts; samples of one prompt are not independent of each other."""
+    """A mean reward over prompts; samples of the same prompt are not independent."""
 
     mean_reward: float
     standard_error: float
-    """of the mean, over prompts"""
+    """of the mean over prompts"""
     num_prompts: int
-    """those with a graded sample"""
+    """prompts with a graded sample"""
     num_samples: int
 
 
@@ -38,17 +38,17 @@ def evaluate(
     seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
 ) -> EvaluationResult:
-    """Sample `num_samples` completions of the task's first prompts and grade them."""
+    """Sample `num_samples` completions per prompt of the task's first prompts, and grade them."""
     sampling = SamplingParams(
         max_tokens=max_tokens, stop_token_ids=policy.stop_token_ids, temperature=temperature
     )
     engine = NativeEngine(policy, seed=seed)
     prompts = [task.prompt(index) for index in range(num_prompts)]
     groups: list[RolloutGroup] = []
-    # a few full batches at a time, so that something is seen to move
-    num_at_once = max(4 * engine.max_sequences // num_samples, 1)
-    for start in range(0, num_prompts, num_at_once):
-        part = prompts[start : start + num_at_once]
+    # a few full batches at a time, so that progress is visible
+    prompts_per_batch = max(4 * engine.max_sequences // num_samples, 1)
+    for start in range(0, num_prompts, prompts_per_batch):
+        part = prompts[start : start + prompts_per_batch]
         groups += collect(
             engine,
             policy,
@@ -61,7 +61,7 @@ def evaluate(
         say(f"{len(groups)}/{num_prompts} prompts")
     with contextlib.closing(Scorer(task)) as scorer:
         per_prompt = rewards_of(scorer.score(groups)).nanmean(dim=1)
-    per_prompt = per_prompt[~per_prompt.isnan()]  # a prompt without a grade says nothing
+    per_prompt = per_prompt[~per_prompt.isnan()]  # drop prompts without a grade
     deviation = float(per_prompt.std()) if len(per_prompt) > 1 else math.nan
     return EvaluationResult(
         mean_reward=float(per_prompt.mean()),

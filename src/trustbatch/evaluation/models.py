@@ -1,19 +1,39 @@
-"""Which model a word on the command line means, and what distinguishes its weights."""
+"""Models to evaluate: finding, naming and loading them, and identifying their weights."""
 
+import gc
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trustbatch.checkpoints.load import newest_checkpoint
+from trustbatch.config import Config, ModelConfig
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.suite import EvaluatedTask
 from trustbatch.models.policy import Policy
 
-_ELEMENTS_LOOKED_AT = 256
+LoadModel = Callable[[Config], Policy]
+_ELEMENTS_PER_TENSOR = 256
+"""elements of each tensor that `weights_digest` looks at"""
+
+
+class ModelCache:
+    """Loads models; keeps only the last one in memory."""
+
+    def __init__(self, load_model: LoadModel) -> None:
+        self._load_model = load_model
+        self._loaded: tuple[ModelConfig, Policy] | None = None
+
+    def load(self, config: Config) -> Policy:
+        """Return the frozen model of a configuration."""
+        if self._loaded is None or self._loaded[0] != config.model:
+            self._loaded = None
+            gc.collect()  # free the memory before the next model is loaded
+            self._loaded = config.model, self._load_model(config).freeze()
+        return self._loaded[1]
 
 
 def locate_model(name: str) -> str:
-    """Return the newest checkpoint of a run folder; any other name as it is."""
+    """Return the newest checkpoint of a run folder; any other name unchanged."""
     folder = Path(name)
     checkpoints = folder / "checkpoints"
     is_run = checkpoints.is_dir() or (folder / "config.toml").is_file()
@@ -26,7 +46,7 @@ def locate_model(name: str) -> str:
 
 
 def short_names(models: Sequence[str]) -> list[str]:
-    """Return a name of each model that can be a folder's, and that no other of them has."""
+    """Return a unique short name for each model, which can be used in the name of a folder."""
     names = [_short(model, num_parts=1) for model in models]
     num_parts = 1
     while len(set(names)) < len(names):
@@ -39,28 +59,28 @@ def short_names(models: Sequence[str]) -> list[str]:
 
 def _short(model: str, num_parts: int) -> str:
     parts = [part for part in Path(model).parts if part not in ("/", "..", "checkpoints")]
-    if len(parts) > 1 and parts[-1].startswith("step-"):  # a checkpoint says little without its run
+    if len(parts) > 1 and parts[-1].startswith("step-"):  # a checkpoint needs the name of its run
         num_parts += 1
     return "-".join(parts[-num_parts:]).removesuffix(".gguf") or "model"
 
 
 def weights_digest(policy: Policy) -> str:
-    """Return a short name of a model's weights, from a few elements of each of its tensors."""
+    """Return a hash of a model's weights, from a few elements of each tensor."""
     found = hashlib.blake2b(digest_size=8)
     for name, tensor in policy.named_weights():
         flat = tensor.flatten()
-        stride = max(len(flat) // _ELEMENTS_LOOKED_AT, 1)
+        stride = max(len(flat) // _ELEMENTS_PER_TENSOR, 1)
         found.update(name.encode() + flat[::stride].float().cpu().numpy().tobytes())
     return found.hexdigest()
 
 
-def room_for_answers(policy: Policy, suite: Sequence[EvaluatedTask]) -> tuple[int, int]:
-    """Return how many tokens the context leaves after the longest prompt, and that prompt's."""
+def completion_space(policy: Policy, suite: Sequence[EvaluatedTask]) -> tuple[int, int]:
+    """Return the number of tokens in the context after the longest prompt, and in that prompt."""
     longest = max(len(policy.encode(problem)) for task in suite for problem in task.problems)
-    room = policy.context_length - longest
-    if room < 1:
+    space = policy.context_length - longest
+    if space < 1:
         raise ConfigError(
             f"The longest prompt has {longest:,} tokens, and the context of {policy.name} has "
             f"{policy.context_length:,}: leave it out with --limit, or choose another model."
         )
-    return room, longest
+    return space, longest

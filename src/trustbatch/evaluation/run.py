@@ -1,91 +1,155 @@
-"""`trustbatch eval`: models on tasks, with an engine, into folders."""
+"""`trustbatch eval`: evaluates models on tasks, into folders."""
 
-import gc
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from trustbatch.build.engines import build_engine
-from trustbatch.build.policies import load_model
-from trustbatch.config import Config, ModelConfig, parse_config
+from trustbatch.config import Config, parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.folder import EvaluationFolder
 from trustbatch.evaluation.models import (
+    LoadModel,
+    ModelCache,
+    completion_space,
     locate_model,
-    room_for_answers,
     short_names,
     weights_digest,
 )
-from trustbatch.evaluation.progress import EvaluationProgress
 from trustbatch.evaluation.results import EvaluationResults
-from trustbatch.evaluation.sample import sample_records
-from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
-from trustbatch.evaluation.suite import EvaluatedTask
+from trustbatch.evaluation.sampling import EvaluationProgress, sample_records
+from trustbatch.evaluation.settings import Evaluation, recorded_settings
 from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
+from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.vllm.engine import require_vllm
 from trustbatch.utils.terminal import LiveLine
 
+OpenEngine = Callable[[Config, Policy], RolloutEngine]
 MAX_SEQUENCES = {"cuda": 512, "cpu": 64}
-"""sequences decoded at a time, unless told: the more, the more is lost in a kill"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What is asked of every model."""
-
-    suite: Sequence[EvaluatedTask]
-    sampling: SamplingSettings
-    is_capped: bool = True
-    """whether max_tokens gives way to the model's context; if not, what does not fit is refused"""
-    engine: str = "native"
-    tables: Mapping[str, Any] = field(default_factory=dict)
-    """keys of [model], [rollout] and [reward] that say where and how it is sampled and graded"""
-    output: Path = Path("evals")
+"""default number of sequences decoded at a time: more of them lose more work at a kill"""
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """One model's results, and where they are."""
+    """The results of one model, and their folder."""
 
     folder: Path
     results: EvaluationResults
 
 
-def evaluate_models(models: Sequence[str], evaluation: Evaluation) -> list[EvaluatedModel]:
-    """Evaluate one model after the other; what an earlier start has done is not done again."""
-    if evaluation.engine == "vllm":
-        require_vllm()
-    located = [locate_model(model) for model in models]
-    names = short_names(located)
-    loader = _Loader()
-    evaluation = _fitted(located, evaluation, loader)
-    return [
-        _evaluate(model, name, evaluation, loader)
-        for model, name in zip(located, names, strict=True)
-    ]
+class ModelEvaluator:
+    """Evaluates models one after another; finished problems of an earlier start are skipped.
 
+    The two functions load a model and open an engine as a configuration describes them.
+    """
 
-class _Loader:
-    """Holds one model at a time: the one that was asked for last."""
+    def __init__(self, *, load_model: LoadModel, open_engine: OpenEngine) -> None:
+        self._models = ModelCache(load_model)
+        self._open_engine = open_engine
 
-    def __init__(self) -> None:
-        self._loaded: tuple[ModelConfig, Policy] | None = None
+    def evaluate_models(
+        self, models: Sequence[str], evaluation: Evaluation
+    ) -> list[EvaluatedModel]:
+        """Evaluate each model into its own folder below `evaluation.output`."""
+        if evaluation.engine == "vllm":
+            require_vllm()
+        located = [locate_model(model) for model in models]
+        names = short_names(located)
+        evaluation = self._fitted(located, evaluation)
+        tasks = "+".join(task.name for task in evaluation.suite)
+        return [
+            self._evaluate(evaluation.output / f"{name}-{tasks}", model, name, evaluation)
+            for model, name in zip(located, names, strict=True)
+        ]
 
-    def load(self, config: Config) -> Policy:
-        if self._loaded is None or self._loaded[0] != config.model:
-            self._loaded = None
-            gc.collect()  # the next one needs the room
-            self._loaded = config.model, load_model(config).freeze()
-        return self._loaded[1]
+    def evaluate_into(
+        self, path: Path, *, model: str, name: str, evaluation: Evaluation
+    ) -> EvaluatedModel:
+        """Evaluate one model, called `name` in the results, into the folder `path`."""
+        return self._evaluate(path, model, name, self._fitted([model], evaluation))
+
+    def _fitted(self, models: Sequence[str], evaluation: Evaluation) -> Evaluation:
+        """Lower max_tokens to what fits the context of every model, so that they are comparable.
+
+        An explicit max_tokens that does not fit is refused before the first model is evaluated.
+        """
+        for model in models:
+            policy = self._models.load(_engine_config(model, evaluation))
+            space, longest = completion_space(policy, evaluation.suite)
+            sampling = evaluation.sampling
+            if space >= sampling.max_tokens:
+                continue
+            why = (
+                f"the context of {model} has {policy.context_length:,} tokens, and the longest "
+                f"prompt {longest:,}"
+            )
+            if not evaluation.is_capped:
+                raise ConfigError(
+                    f"--max-tokens {sampling.max_tokens} does not fit: {why}; give at most {space}."
+                )
+            LiveLine().show(
+                f"At most {space:,} tokens are sampled, not {sampling.max_tokens:,}: {why}.",
+                last=True,
+            )
+            evaluation = replace(evaluation, sampling=replace(sampling, max_tokens=space))
+        return evaluation
+
+    def _evaluate(
+        self, path: Path, model: str, name: str, evaluation: Evaluation
+    ) -> EvaluatedModel:
+        config = _engine_config(model, evaluation)
+        policy = self._models.load(config)
+        settings = recorded_settings(
+            evaluation.sampling,
+            evaluation.suite,
+            config.rollout,
+            policy,
+            max_sequences=config.rollout.max_sequences,
+        )
+        settings["weights"] = weights_digest(policy)
+        folder = EvaluationFolder(path, model=name, settings=settings)
+        try:
+            if any(len(folder.done(task.name)) < len(task.problems) for task in evaluation.suite):
+                self._sample(config, policy, evaluation, folder)
+            results = folder.finish(evaluation.suite, describe_environment())
+        finally:
+            folder.close()
+        return EvaluatedModel(folder.path, results)
+
+    def _sample(
+        self, config: Config, policy: Policy, evaluation: Evaluation, folder: EvaluationFolder
+    ) -> None:
+        """Sample and grade the problems that are not in the folder yet."""
+        total = sum(len(task.problems) for task in evaluation.suite)
+        progress = EvaluationProgress(folder.model, total, done=len(folder.outcomes))
+        progress.start()
+        engine = self._open_engine(config, policy)
+        try:
+            for task in evaluation.suite:
+                scorer = Scorer(task.task, config.reward.limits)
+                try:
+                    for records in sample_records(
+                        engine,
+                        policy,
+                        scorer,
+                        task,
+                        evaluation.sampling,
+                        max_sequences=config.rollout.max_sequences,
+                        max_turns=config.rollout.max_turns,
+                        done=folder.done(task.name),
+                    ):
+                        progress.update([folder.add(record) for record in records])
+                finally:
+                    scorer.close()
+        finally:
+            engine.close()
 
 
 def _engine_config(model: str, evaluation: Evaluation) -> Config:
-    """Return a configuration of the engine and the graders; nothing else of it is used."""
+    """Return a configuration of engine and graders; its other tables are not used."""
     on_gpu = torch.cuda.is_available()
     rollout = {
         "max_sequences": MAX_SEQUENCES["cuda" if on_gpu else "cpu"],
@@ -102,95 +166,3 @@ def _engine_config(model: str, evaluation: Evaluation) -> Config:
             "reward": evaluation.tables.get("reward", {}),
         }
     )
-
-
-def _fitted(models: Sequence[str], evaluation: Evaluation, loader: _Loader) -> Evaluation:
-    """Lower max_tokens to what fits the context of every model, so that they can be compared.
-
-    One that was asked for is refused, before the first model is evaluated.
-    """
-    for model in models:
-        policy = loader.load(_engine_config(model, evaluation))
-        room, longest = room_for_answers(policy, evaluation.suite)
-        sampling = evaluation.sampling
-        if room >= sampling.max_tokens:
-            continue
-        why = (
-            f"the context of {model} has {policy.context_length:,} tokens, and the longest prompt "
-            f"{longest:,}"
-        )
-        if not evaluation.is_capped:
-            raise ConfigError(
-                f"--max-tokens {sampling.max_tokens} does not fit: {why}; give at most {room}."
-            )
-        LiveLine().show(
-            f"At most {room:,} tokens are sampled, not {sampling.max_tokens:,}: {why}.", last=True
-        )
-        evaluation = replace(evaluation, sampling=replace(sampling, max_tokens=room))
-    return evaluation
-
-
-def _evaluate(model: str, name: str, evaluation: Evaluation, loader: _Loader) -> EvaluatedModel:
-    tasks = "+".join(task.name for task in evaluation.suite)
-    return _evaluate_in(evaluation.output / f"{name}-{tasks}", model, name, evaluation, loader)
-
-
-def evaluate_into(path: Path, *, model: str, name: str, evaluation: Evaluation) -> EvaluatedModel:
-    """Evaluate one model, called `name`, into a folder of one's choice."""
-    loader = _Loader()
-    return _evaluate_in(path, model, name, _fitted([model], evaluation, loader), loader)
-
-
-def _evaluate_in(
-    path: Path, model: str, name: str, evaluation: Evaluation, loader: _Loader
-) -> EvaluatedModel:
-    config = _engine_config(model, evaluation)
-    policy = loader.load(config)
-    folder = EvaluationFolder(
-        path,
-        model=name,
-        settings=recorded_settings(
-            evaluation.sampling,
-            evaluation.suite,
-            config.rollout,
-            policy,
-            max_sequences=config.rollout.max_sequences,
-        )
-        | {"weights": weights_digest(policy)},
-    )
-    try:
-        if any(len(folder.done(task.name)) < len(task.problems) for task in evaluation.suite):
-            _sample(config, policy, evaluation, folder)
-        results = folder.finish(evaluation.suite, describe_environment())
-    finally:
-        folder.close()
-    return EvaluatedModel(folder.path, results)
-
-
-def _sample(
-    config: Config, policy: Policy, evaluation: Evaluation, folder: EvaluationFolder
-) -> None:
-    """Sample and grade what the folder does not have yet."""
-    total = sum(len(task.problems) for task in evaluation.suite)
-    progress = EvaluationProgress(folder.model, total, done=len(folder.outcomes))
-    progress.start()
-    engine = build_engine(config, policy)
-    try:
-        for task in evaluation.suite:
-            scorer = Scorer(task.task, config.reward.limits)
-            try:
-                for records in sample_records(
-                    engine,
-                    policy,
-                    scorer,
-                    task,
-                    evaluation.sampling,
-                    max_sequences=config.rollout.max_sequences,
-                    max_turns=config.rollout.max_turns,
-                    done=folder.done(task.name),
-                ):
-                    progress.update([folder.add(record) for record in records])
-            finally:
-                scorer.close()
-    finally:
-        engine.close()

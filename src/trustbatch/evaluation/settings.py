@@ -1,22 +1,29 @@
-"""What decides which samples an evaluation samples."""
+"""Settings of an evaluation: what determines its samples, and how the command line sets them."""
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trustbatch.tasks.answering import answers
+from trustbatch.config import apply_override
+from trustbatch.errors import ConfigError
+from trustbatch.evaluation.suite import FILE_ENDINGS, EvaluatedTask, TaskChoice, digest, load_suite
+from trustbatch.tasks.base import is_environment
 from trustbatch.types import SamplingParams
 
 if TYPE_CHECKING:
     from trustbatch.config import RolloutConfig
-    from trustbatch.evaluation.suite import EvaluatedTask
     from trustbatch.models.policy import Policy
+
+ENGINE_KEYS = ("rollout.max_sequences", "rollout.precision")
+GRADER_KEYS = ("reward.workers", "reward.time_limit", "reward.memory_limit_gib")
+ENGINE_TABLES = ("model.", "rollout.vllm.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How many samples of each problem, and how; defaults are the paper's."""
+    """Number of samples per problem and sampling parameters; defaults are the paper's."""
 
     samples: int = 16
     temperature: float = 1.0
@@ -25,7 +32,7 @@ class SamplingSettings:
     seed: int = 0
 
     def params(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """Return what an engine is asked for."""
+        """Return the engine's sampling parameters."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             stop_token_ids=stop_token_ids,
@@ -34,18 +41,35 @@ class SamplingSettings:
         )
 
 
+DEFAULT = SamplingSettings()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is evaluated, and how; the same for every model."""
+
+    suite: Sequence[EvaluatedTask]
+    sampling: SamplingSettings
+    is_capped: bool = True
+    """whether max_tokens is lowered to fit the model's context; otherwise it is refused"""
+    engine: str = "native"
+    tables: Mapping[str, Any] = field(default_factory=dict)
+    """keys of [model], [rollout] and [reward], for engine and graders"""
+    output: Path = Path("evals")
+
+
 def recorded_settings(
     sampling: SamplingSettings,
-    suite: "Sequence[EvaluatedTask]",
+    suite: Sequence[EvaluatedTask],
     rollout: "RolloutConfig",
     policy: "Policy",
     *,
     max_sequences: int,
 ) -> dict[str, Any]:
-    """Return what is kept beside results, as plain values.
+    """Return the settings that are saved with the results, as plain values.
 
-    `max_sequences` decides which problems are sampled together, and so how their logits are
-    rounded.
+    `max_sequences` is one of them: it determines which problems are sampled together, and so how
+    their logits are rounded.
     """
     is_auto = rollout.precision == "auto"
     template = policy.tokenizer.chat_template
@@ -54,8 +78,10 @@ def recorded_settings(
         "tasks": {
             task.name: {"problems": len(task.problems), "digest": task.digest} for task in suite
         },
-        # no other task has a second turn
-        "max_turns": rollout.max_turns if any(answers(each.task) for each in suite) else None,
+        # only environments have a second turn
+        "max_turns": rollout.max_turns
+        if any(is_environment(each.task) for each in suite)
+        else None,
         "chat_template": None if not template else digest(str(template)),
         "engine": rollout.engine,
         "precision": policy.precision if is_auto else rollout.precision,
@@ -63,10 +89,65 @@ def recorded_settings(
     }
 
 
-def digest(*texts: str) -> str:
-    """Return a short name of some texts that no others have."""
-    found = hashlib.blake2b(digest_size=8)
-    for text in texts:
-        written = text.encode(errors="surrogatepass")
-        found.update(len(written).to_bytes(8, "little") + written)
-    return found.hexdigest()
+def requested_evaluation(options: argparse.Namespace, overrides: Sequence[str]) -> Evaluation:
+    """Return the evaluation that the command line requests; reads the files of the suite."""
+    tables = _engine_tables(overrides)
+    choices = [TaskChoice(name) for name in options.suite]
+    if options.task is not None or not choices:
+        choices.append(_single_task(options.task or "arithmetic", options.template))
+    elif options.template is not None:
+        raise ConfigError("--template requires a file in --task: remove it, or name a file.")
+    return Evaluation(
+        suite=load_suite(
+            choices, data=options.data, limit=options.limit, num_endless=options.prompts
+        ),
+        sampling=SamplingSettings(
+            samples=_num_samples(options),
+            temperature=options.temperature,
+            top_p=options.top_p,
+            max_tokens=options.max_tokens or DEFAULT.max_tokens,
+            seed=options.seed,
+        ),
+        is_capped=options.max_tokens is None,
+        engine=options.engine,
+        tables=tables | {"rollout": tables.get("rollout", {}) | {"max_turns": options.max_turns}},
+        output=Path(options.output),
+    )
+
+
+def _single_task(name: str, template: str | None) -> TaskChoice:
+    if template is None:
+        return TaskChoice(name)
+    if not name.endswith(FILE_ENDINGS):
+        raise ConfigError("--template requires a file with problems: remove it, or name a file.")
+    return TaskChoice(name, {"template": template})
+
+
+def _num_samples(options: argparse.Namespace) -> int:
+    if options.temperature > 0:
+        return options.samples or DEFAULT.samples
+    if options.samples not in (None, 1):
+        raise ConfigError(
+            "--temperature 0 gives the same completion every time: set --samples 1, or raise the "
+            "temperature."
+        )
+    return 1
+
+
+def _engine_tables(overrides: Sequence[str]) -> dict[str, Any]:
+    """Parse overrides of engine and graders such as --model.device=cpu; refuse any other."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        key = override.removeprefix("--").partition("=")[0]
+        is_known = key in ENGINE_KEYS + GRADER_KEYS or (
+            key.startswith(ENGINE_TABLES) and key != "model.name"
+        )
+        if not is_known:
+            raise ConfigError(
+                f"{override!r} is not an option of eval: in addition to those of --help it takes "
+                "--model.KEY=..., --rollout.vllm.KEY=..., --rollout.max_sequences=..., "
+                "--rollout.precision=... and --reward.time_limit=... (workers, memory_limit_gib), "
+                "as in a configuration."
+            )
+        apply_override(tree, override)
+    return tree

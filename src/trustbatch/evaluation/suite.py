@@ -1,5 +1,6 @@
-"""The tasks of an evaluation, each with the problems that every model is asked."""
+"""The tasks of an evaluation, each with its problems."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -8,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.errors import ConfigError
-from trustbatch.evaluation.settings import digest
 from trustbatch.tasks import TASKS, Task, build_task
 from trustbatch.tasks.base import ProblemSet
-from trustbatch.tasks.hub import NotFetchedError
+from trustbatch.tasks.data_files import NotFetchedError
 from trustbatch.types import Prompt
 
 PROBLEM_SEED = 1_000_003
-"""tasks without an end take their problems from another seed than a run usually has"""
+"""seed of endless tasks, different from the usual seeds of training runs"""
 NUM_ENDLESS = 256
-"""problems of a task without an end, unless told"""
+"""default number of problems of an endless task"""
 FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 DATA_FILES = {
     "amo_bench": "amo_bench_p",
@@ -25,14 +25,14 @@ DATA_FILES = {
     "deepscaler": "deepscaler_preview_31k",
     "gsm8k": "gsm8k_test",
 }
-"""file of a named task in a folder of data, where it is not the task's own name"""
+"""file name of a task in the data folder, if it is not the task's name"""
 TEST_SPLITS = {"countdown": "test", "gsm8k": "test"}
-"""of hub data whose usual split is for training"""
+"""splits of hub data whose default split is for training"""
 
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """A task by name or file, with its own options."""
+    """A task by name or file, with its options."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -40,23 +40,23 @@ class TaskChoice:
 
 @dataclass(frozen=True)
 class EvaluatedTask:
-    """A task and the problems of it that are asked."""
+    """A task and its evaluated problems."""
 
     name: str
     task: Task
     problems: tuple[Prompt, ...]
 
-    def sampled_prompt(self, problem: Prompt) -> str:
-        """Return the id that a problem is sampled under: the prompts of a training have others.
+    def sampling_id(self, problem: Prompt) -> str:
+        """Return the prompt id that seeds a problem's samples.
 
-        Theirs end in the number of a sample, this one in a slash; so an evaluation within a run
-        shares no random numbers with its rollouts.
+        It ends in a slash, unlike the ids of training prompts, so that an evaluation during
+        training shares no random numbers with the rollouts.
         """
         return f"evaluation/{self.name}/{problem.id}/"
 
     @cached_property
     def digest(self) -> str:
-        """Names these very problems, answers included."""
+        """Hash of the problems and their answers."""
         names = [each.name for each in fields(Prompt)]
         rows = [{name: getattr(problem, name) for name in names} for problem in self.problems]
         return digest(*(json.dumps(row, sort_keys=True, default=str) for row in rows))
@@ -69,9 +69,9 @@ def load_suite(
     limit: int | None = None,
     num_endless: int = NUM_ENDLESS,
 ) -> list[EvaluatedTask]:
-    """Build the tasks; the first `limit` problems of each are asked.
+    """Build the tasks with the first `limit` problems of each.
 
-    `data` is a folder with a file of each named task.
+    `data` is a folder with one file per named task.
     """
     suite: dict[str, EvaluatedTask] = {}
     for choice in choices:
@@ -86,7 +86,7 @@ def load_suite(
             raise ConfigError(f"{choice.name!r} can't be evaluated on: {error}") from error
         name = _label(choice)
         if name in suite:
-            raise ConfigError(f"There are two tasks called {name!r}: evaluate on one at a time.")
+            raise ConfigError(f"There are two tasks named {name!r}: evaluate on one at a time.")
         if isinstance(task, ProblemSet):
             problems = tuple(task.problems[:limit])
         else:
@@ -99,7 +99,7 @@ def _build(choice: TaskChoice, data: str | None) -> Task:
     name, options = choice.name, dict(choice.options)
     if name.endswith(FILE_ENDINGS):
         return build_task("file", seed=PROBLEM_SEED, path=name, shuffle=False, **options)
-    if data is not None and has_data(name):
+    if data is not None and _has_data(name):
         file = Path(data) / f"{DATA_FILES.get(name, name)}.jsonl.gz"
         if not file.is_file():
             raise ValueError(f"{file} is not a file: check the folder, or the name of the task.")
@@ -109,14 +109,23 @@ def _build(choice: TaskChoice, data: str | None) -> Task:
     return build_task(name, seed=PROBLEM_SEED, **options)
 
 
-def has_data(name: str) -> bool:
-    """Whether a task of this name reads a data set that a folder of data can have."""
+def _has_data(name: str) -> bool:
+    """Whether a task of this name reads a data set."""
     return getattr(TASKS.get(name), "hub", None) is not None
 
 
 def _label(choice: TaskChoice) -> str:
-    """Return a short name that can be a part of a folder's."""
+    """Return a short name that can be used in the name of a folder."""
     name = Path(choice.name).name.rpartition(":")[2]
     for ending in FILE_ENDINGS:
         name = name.removesuffix(ending)
     return name
+
+
+def digest(*texts: str) -> str:
+    """Return a short hash of texts."""
+    found = hashlib.blake2b(digest_size=8)
+    for text in texts:
+        written = text.encode(errors="surrogatepass")
+        found.update(len(written).to_bytes(8, "little") + written)
+    return found.hexdigest()

@@ -8,7 +8,7 @@ from trustbatch.checkpoints.loop_state import Cursor
 from trustbatch.config import Config
 from trustbatch.models.policy import Policy
 from trustbatch.plan.shortage import memory_advice
-from trustbatch.rewards.shared import GroupScorer
+from trustbatch.rewards import GroupScorer
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import LearningTask, Task

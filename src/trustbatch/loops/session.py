@@ -13,7 +13,7 @@ from trustbatch.config import Config
 from trustbatch.evaluation.in_training import InTrainingEvaluation
 from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import RunFolder
-from trustbatch.rewards.shared import GroupScorer
+from trustbatch.rewards import GroupScorer
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import Task
 from trustbatch.training.canary import Canary

@@ -1,8 +1,8 @@
-"""Deciding whether two formulas are equal: exactly where they are rational, else to 100 digits.
+"""Deciding whether two formulas are equal: exactly if they are rational, else to 100 digits.
 
-A formula with variables is compared at several points, some of them negative: two that are equal
-for positive numbers only are not equal. Nothing grows without bound: a number of more than
-`MAX_BITS` bits is TooLarge, before it is computed.
+Formulas with variables are compared at several points, some of them negative: formulas that agree
+only for positive numbers are not equal. Cost is bounded: a number of more than `MAX_BITS` bits
+raises TooLarge before it is computed.
 """
 
 import math
@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import reduce
 from typing import Any
 
-from trustbatch.math_grading.expression import Node
+from trustbatch.math_grading.formula import Node
 
 MAX_BITS = 100_000
 MAX_FACTORIAL = 5_000
@@ -21,15 +21,15 @@ DIGITS, MORE_DIGITS = 60, 120
 
 
 class TooLarge(ValueError):
-    """A value is not computed, as it would be too large or does not exist."""
+    """The value is too large to compute, or undefined."""
 
 
 class NotRational(ValueError):
-    """A value has no exact form here."""
+    """The value is not a rational number."""
 
 
 def equal(a: Node, b: Node) -> bool:
-    """Whether two formulas have the same value, wherever both have one."""
+    """Whether two formulas have the same value wherever both are defined."""
     names = sorted(a.symbols() | b.symbols())
     if not names:
         return _equal_at({}, a, b) is True
@@ -43,7 +43,7 @@ def equal(a: Node, b: Node) -> bool:
 
 
 def proportional(a: Node, b: Node) -> bool:
-    """Whether one formula is a constant, other than 0, times the other."""
+    """Whether one formula is a nonzero constant times the other."""
     names = sorted(a.symbols() | b.symbols())
     if not names or a.symbols() != b.symbols():
         return False
@@ -61,7 +61,7 @@ def proportional(a: Node, b: Node) -> bool:
 
 
 def close(a: Node, b: Node, *, decimals: int | None, tolerance: float) -> bool:
-    """Whether two numbers are equal after rounding, or differ by a small part of the second."""
+    """Whether two numbers are equal after rounding, or within `tolerance` of the second."""
     if a.symbols() or b.symbols():
         return False
     try:
@@ -86,7 +86,7 @@ def _decimal(node: Node) -> Fraction:
 
 
 def _point(names: list[str], number: int) -> dict[str, Fraction]:
-    """Return rational values of the variables; the last points have negative ones among them."""
+    """Return rational values of the variables; the last points include negative ones."""
     rng = random.Random(f"{number}:{names}")
     point = {
         name: Fraction(rng.randrange(101, 2000, 2), rng.choice((211, 223, 227))) for name in names
@@ -98,7 +98,7 @@ def _point(names: list[str], number: int) -> dict[str, Fraction]:
 
 
 def _equal_at(point: Mapping[str, Fraction], a: Node, b: Node) -> bool | None:
-    """Whether two formulas are equal at a point; None where a value does not exist."""
+    """Whether two formulas are equal at a point; None if a value is undefined."""
     try:
         return exact(a, point) == exact(b, point)
     except NotRational:
@@ -111,7 +111,7 @@ def _equal_at(point: Mapping[str, Fraction], a: Node, b: Node) -> bool | None:
         scale = max(abs(first), abs(second))
         if difference > scale * 10.0 ** (10 - DIGITS) and difference > 10.0 ** (20 - DIGITS):
             return False
-        # what is left may be rounding, which more digits make smaller, or a small number
+        # the difference is either a rounding error, which shrinks with more digits, or real
         first, second = numeric(a, point, MORE_DIGITS), numeric(b, point, MORE_DIGITS)
         precise = abs(first - second)
         return bool(precise <= scale * 10.0 ** (20 - MORE_DIGITS)) or bool(
@@ -193,20 +193,20 @@ _EXACT: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def numeric(node: Node, point: Mapping[str, Fraction], digits: int) -> Any:
-    """Return the value of a formula as a complex number with so many digits."""
-    import mpmath  # sympy's, and so torch's; it takes a while
+    """Return the value of a formula as a complex number with `digits` digits."""
+    import mpmath  # a dependency of torch through sympy; slow to import
 
     with mpmath.workdps(digits):
         return mpmath.mpc(_Numeric(mpmath, point).value(node))
 
 
 class _Numeric:
-    """Walks a tree and computes with mpmath; nothing it calls takes long or much memory."""
+    """Evaluates a tree with mpmath, in bounded time and memory."""
 
     def __init__(self, mp: Any, point: Mapping[str, Fraction]) -> None:
         self.mp = mp
         self.point = point
-        # a logarithm without a base is natural to some and decimal to others: it is neither here
+        # the base of a bare log is ambiguous (e or 10), so it must equal neither
         self.unnamed_base = mp.mpf("3.31417")
 
     def value(self, node: Node) -> Any:

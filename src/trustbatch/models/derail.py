@@ -26,7 +26,7 @@ from trustbatch.models.tiny import (
     refuse_existing,
     save_model,
 )
-from trustbatch.tasks.derail_language import (
+from trustbatch.tasks.derail import (
     ANSWER,
     DIGITS,
     EOS,
@@ -34,7 +34,7 @@ from trustbatch.tasks.derail_language import (
     ORDINALS,
     PAD,
     Language,
-    the_language,
+    derail_language,
     zipf_weights,
 )
 
@@ -57,7 +57,7 @@ FAVOR = 1.5
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Return the tokenizer: each word is a token, and an unknown word raises an error."""
-    vocabulary = {token: index for index, token in enumerate(the_language().vocabulary)}
+    vocabulary = {token: index for index, token in enumerate(derail_language().vocabulary)}
     words = Tokenizer(models.WordLevel(vocabulary))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -93,7 +93,7 @@ def warm_start(
 def _batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Tensor]:
     """Yield documents as rows of token ids, padded on the right."""
     ids = tokenizer.get_vocab()
-    documents = Author().documents(the_language(), seed)
+    documents = Author().documents(derail_language(), seed)
     while True:
         rows = [torch.tensor([ids[word] for word in d]) for d in islice(documents, BATCH_SIZE)]
         yield pad_sequence(rows, batch_first=True, padding_value=ids[PAD])

@@ -1,22 +1,17 @@
-"""From completions to rewards: `Scorer` is the way in, docs/rewards.md says what it can do."""
+"""From completions to rewards: `Scorer` is the entry point, documented in docs/rewards.md."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trustbatch.rewards.graded import rewards_of
-    from trustbatch.rewards.scorer import Scorer
+    from trustbatch.rewards.scorer import GroupScorer, Scorer, SharedScorer, rewards_of
 
-__all__ = ["Scorer", "rewards_of"]
+__all__ = ["GroupScorer", "Scorer", "SharedScorer", "rewards_of"]
 
 
 def __getattr__(name: str) -> Any:
-    # grading processes import this package, and must not wait for torch
-    if name == "Scorer":
-        from trustbatch.rewards.scorer import Scorer
+    # lazy: grading processes import this package, and must not import torch
+    if name in __all__:
+        from trustbatch.rewards import scorer
 
-        return Scorer
-    if name == "rewards_of":
-        from trustbatch.rewards.graded import rewards_of
-
-        return rewards_of
+        return getattr(scorer, name)
     raise AttributeError(f"module 'trustbatch.rewards' has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """A pool of grading processes that can be killed.
 
-Each process works on one item at a time, so one that hangs holds up nobody but itself: it is killed
-at its time limit, its item gets a status, and another process takes its place.
+Each process grades one item at a time, so one that hangs delays no other: it is killed at its time
+limit, its item gets a status, and a new process replaces it.
 """
 
 import contextlib
@@ -18,23 +18,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trustbatch.errors import RewardError
-from trustbatch.rewards.worker import LENGTH, Outcome, Start, frame
+from trustbatch.rewards.worker import LENGTH, Outcome, WorkerSetup, encode_message
 from trustbatch.types import GradeStatus
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 120.0
-"""how long a process may take to load the grader"""
-SAY_EVERY = 10.0
-MAX_STARTS_IN_A_ROW = 3
+START_TIMEOUT = 120.0
+"""seconds in which a process has to load the grader"""
+PROGRESS_INTERVAL = 10.0
+"""seconds between two log lines"""
+MAX_FAILED_STARTS = 3
+"""in a row"""
 
 
 class NotPortable(Exception):
-    """The grader can't be sent to another process."""
+    """The grader can't be pickled, or loaded in another process."""
 
 
 class GraderPool:
-    """Grades items in processes of its own.
+    """Grades items in separate processes.
 
     Processes start at the first use and end with `close`, or with the thread that started them.
     """
@@ -53,9 +55,9 @@ class GraderPool:
         self.limit_name = limit_name
         try:
             pickled = pickle.dumps(grade, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # pickle and the objects themselves raise what they like
+        except Exception as error:  # pickling a user's object may raise anything
             raise NotPortable(str(error)) from error
-        self._start = Start(
+        self._setup = WorkerSetup(
             grade=pickled,
             path=[*sys.path, os.getcwd()],
             memory_limit=int(memory_limit_gib * 2**30),
@@ -63,34 +65,34 @@ class GraderPool:
         )
         self._processes: list[_Process] = []
         self._selector = selectors.DefaultSelector()
-        self._deaths_before_ready = 0
+        self._failed_starts = 0
         self._was_ready = False
 
     def prepare(self) -> None:
-        """Wait for one process that has loaded the grader; raises as `run` does."""
+        """Wait until one process has loaded the grader; raises the errors of `run`."""
         while not any(process.is_ready for process in self._processes):
             self._start_workers(1)
-            self._answers()
+            self._wait()
 
     def run(self, items: Sequence[Any]) -> list[Outcome]:
         """Return an outcome for each item; raises NotPortable if no process can load the grader."""
         for process in [each for each in self._processes if each.has_ended]:
-            self._end(process)  # while it had nothing to do: no item is lost
+            self._end(process)  # it was idle, so no item is lost
         waiting = deque(enumerate(items))
         outcomes: list[Outcome | None] = [None] * len(items)
         missing = len(items)
-        said = time.monotonic()
+        logged = time.monotonic()
         while missing:
             self._start_workers(min(self.workers, missing))
             for process in self._processes:
                 if process.is_ready and process.item is None and waiting:
                     number, item = waiting.popleft()
                     process.send(number, item, self.time_limit)
-            for number, outcome in self._answers():
+            for number, outcome in self._wait():
                 outcomes[number] = outcome
                 missing -= 1
-            if time.monotonic() - said > SAY_EVERY:
-                said = time.monotonic()
+            if time.monotonic() - logged > PROGRESS_INTERVAL:
+                logged = time.monotonic()
                 logger.warning("Graded %d of %d completions.", len(items) - missing, len(items))
         return [outcome for outcome in outcomes if outcome is not None]
 
@@ -100,31 +102,31 @@ class GraderPool:
             self._end(process)
 
     def _start_workers(self, count: int) -> None:
-        """Have so many processes, or more."""
+        """Start processes until there are at least `count`."""
         while len(self._processes) < count:
-            process = _Process(self._start)
-            self._selector.register(process.answers, selectors.EVENT_READ, process)
+            process = _Process(self._setup)
+            self._selector.register(process.outcomes, selectors.EVENT_READ, process)
             self._processes.append(process)
 
     def _end(self, process: "_Process") -> int:
-        self._selector.unregister(process.answers)
+        self._selector.unregister(process.outcomes)
         self._processes.remove(process)
         return process.end()
 
-    def _answers(self) -> list[tuple[int, Outcome]]:
-        """Wait for the next answer, death or deadline, and return what is known by then."""
+    def _wait(self) -> list[tuple[int, Outcome]]:
+        """Wait for the next outcome, exit or deadline, and return the new outcomes."""
         deadline = min(process.deadline for process in self._processes)
-        wait = min(max(deadline - time.monotonic(), 0.0), SAY_EVERY)
+        wait = min(max(deadline - time.monotonic(), 0.0), PROGRESS_INTERVAL)
         found: list[tuple[int, Outcome]] = []
         for key, _ in self._selector.select(wait):
-            found += self._hear(key.data)
+            found += self._receive(key.data)
         now = time.monotonic()
         for process in list(self._processes):
             if now >= process.deadline:
                 found += self._expire(process)
         return found
 
-    def _hear(self, process: "_Process") -> list[tuple[int, Outcome]]:
+    def _receive(self, process: "_Process") -> list[tuple[int, Outcome]]:
         alive = process.receive()
         found: list[tuple[int, Outcome]] = []
         outcome = process.next_message()
@@ -133,13 +135,13 @@ class GraderPool:
                 self._end(process)
                 self._refuse_start(outcome.reason)
                 return found
-            process.become_ready()
+            process.mark_ready()
             self._was_ready = True
-            self._deaths_before_ready = 0
+            self._failed_starts = 0
         elif outcome is not None and process.item is not None:
             found.append((process.item, outcome))
-            process.rest()
-            if outcome.status is GradeStatus.OUT_OF_MEMORY:  # what it still holds is unknown
+            process.mark_idle()
+            if outcome.status is GradeStatus.OUT_OF_MEMORY:  # it may still hold memory
                 self._end(process)
                 return found
         if not alive:
@@ -147,14 +149,14 @@ class GraderPool:
         return found
 
     def _refuse_start(self, reason: str) -> None:
-        """The first failure says what the grader is; a later one that its file has changed."""
+        """Refuse a grader that never loaded; allow a few failures of one that did before."""
         if not self._was_ready:
             raise NotPortable(reason)
-        self._deaths_before_ready += 1
-        if self._deaths_before_ready >= MAX_STARTS_IN_A_ROW:
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
             raise RewardError(
-                f"{self._deaths_before_ready} grading processes in a row could not load the grader "
-                f"({reason}), which others had loaded before: undo what has changed since."
+                f"{self._failed_starts} grading processes in a row could not load the grader "
+                f"({reason}), which others had loaded before: undo the change to its files."
             )
 
     def _remove(self, process: "_Process") -> list[tuple[int, Outcome]]:
@@ -164,10 +166,10 @@ class GraderPool:
             reason = f"its process {how} while it graded"
             return [(item, Outcome(GradeStatus.FAILED, reason=reason))]
         if not was_ready:
-            self._deaths_before_ready += 1
-            if self._deaths_before_ready >= MAX_STARTS_IN_A_ROW:
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
                 raise RewardError(
-                    f"{self._deaths_before_ready} grading processes in a row {how} before they "
+                    f"{self._failed_starts} grading processes in a row {how} before they "
                     "had loaded the grader: try to import it with python -c."
                 )
         return []
@@ -177,7 +179,7 @@ class GraderPool:
         self._end(process)
         if item is None:
             raise RewardError(
-                f"A grading process did not load the grader within {START_SECONDS:.0f} seconds: "
+                f"A grading process did not load the grader within {START_TIMEOUT:.0f} seconds: "
                 "make what it imports faster."
             )
         reason = f"it took longer than {self.time_limit:g} seconds ({self.limit_name})"
@@ -187,18 +189,18 @@ class GraderPool:
 def _how_it_ended(code: int) -> str:
     if code < 0:
         name = signal.Signals(-code).name
-        hint = ", perhaps for want of memory," if name == "SIGKILL" else ""
+        hint = ", perhaps out of memory," if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
     return f"ended with exit code {code}"
 
 
 class _Process:
-    """One worker, and what it is busy with."""
+    """One worker process and its current item."""
 
-    def __init__(self, start: Start) -> None:
-        # a session of its own: what it starts is killed with it, and Ctrl-C is not its business
+    def __init__(self, setup: WorkerSetup) -> None:
+        # a new session: its children are killed with it, and Ctrl-C does not reach it
         self._process = subprocess.Popen(
-            # -P: a file of the current folder must not stand for a module of Python's own
+            # -P: a file of the current folder must not shadow a standard module
             [sys.executable, "-P", "-m", "trustbatch.rewards.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -209,42 +211,42 @@ class _Process:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._items = self._process.stdin
-        self.answers = self._process.stdout.fileno()
+        self.outcomes = self._process.stdout.fileno()
         self._received = bytearray()
         self.is_ready = False
         self.item: int | None = None
-        self.deadline = time.monotonic() + START_SECONDS
-        self._put(start)
+        self.deadline = time.monotonic() + START_TIMEOUT
+        self._put(setup)
 
     def send(self, number: int, item: Any, time_limit: float) -> None:
-        """Give it an item, and so much time."""
+        """Send an item, which has to be graded within `time_limit` seconds."""
         self.item = number
         self.deadline = time.monotonic() + time_limit
         self._put(item)
 
-    def become_ready(self) -> None:
-        """It has loaded the grader."""
+    def mark_ready(self) -> None:
+        """Mark the grader as loaded."""
         self.is_ready = True
-        self.rest()
+        self.mark_idle()
 
-    def rest(self) -> None:
-        """It has nothing to do, and all the time for it."""
+    def mark_idle(self) -> None:
+        """Mark idle; no deadline."""
         self.item = None
         self.deadline = float("inf")
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is no more."""
+        """Whether the process has exited."""
         return self._process.poll() is not None
 
     def receive(self) -> bool:
-        """Take in what it has written; False if it has ended."""
-        content = os.read(self.answers, 1 << 16)
+        """Read what the process has written; False if it has exited."""
+        content = os.read(self.outcomes, 1 << 16)
         self._received += content
         return bool(content)
 
     def next_message(self) -> Outcome | None:
-        """Return its answer once that has arrived whole."""
+        """Return the next message once it has arrived completely."""
         if len(self._received) < LENGTH.size:
             return None
         end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
@@ -255,7 +257,7 @@ class _Process:
         return message
 
     def end(self) -> int:
-        """Kill it with all that it has started, and return its exit code."""
+        """Kill the process and its children, and return its exit code."""
         self._process.poll()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -267,12 +269,12 @@ class _Process:
         return code
 
     def _put(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # its end is heard on the other pipe
-            self._items.write(frame(message))
+        with contextlib.suppress(BrokenPipeError):  # the other pipe reports the exit
+            self._items.write(encode_message(message))
             self._items.flush()
 
 
 def _environment() -> dict[str, str]:
-    """Let it find this package, and not start a thread for each core."""
+    """Return variables with which a worker finds this package, and uses one thread."""
     path = os.pathsep.join(filter(None, sys.path))
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

@@ -1,8 +1,8 @@
-"""Scoring: from completions to a grade each.
+"""Scoring: one grade per completion.
 
-A grader that fails is a fault of the grader, not of the answer: the completion gets a status and
-a reason, and never reward 0. `reward.ungraded` says what becomes of it, and `reward.truncated` what
-becomes of a completion that was cut: its end is missing, which is no fault of any grader.
+A failed grader says nothing about the completion, which therefore gets a status and a reason
+instead of reward 0; `reward.ungraded` configures how it is treated. `reward.truncated` configures
+how completions that end at the token limit are treated.
 """
 
 import logging
@@ -10,30 +10,38 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from trustbatch.config import RewardConfig
 from trustbatch.errors import ConfigError, RewardError
 from trustbatch.rewards.pool import GraderPool, NotPortable
-from trustbatch.rewards.term import BatchTerm, Sample, Term
 from trustbatch.rewards.terms import (
     BatchFunctionTerm,
+    BatchTerm,
     HttpTerm,
     OverlongTerm,
     PooledTerms,
+    Sample,
     TaskTerm,
+    Term,
     build_term,
 )
-from trustbatch.rewards.worker import Outcome, describe, graded
+from trustbatch.rewards.worker import Outcome, describe, run_grader
 from trustbatch.tasks.base import Task
 from trustbatch.types import FinishReason, Grade, GradeStatus, RolloutGroup
+from trustbatch.utils.distributed import on_rank_zero
 
 logger = logging.getLogger(__name__)
 
 MAX_UNGRADED_BATCHES = 3
-"""so many batches in a row without a single grade end the run"""
+"""consecutive batches without a single grade that end the run"""
 
-_LEFT_OUT = Grade.failed(GradeStatus.TRUNCATED, 'it was cut, and reward.truncated is "leave_out"')
+_LEFT_OUT = Grade.failed(
+    GradeStatus.TRUNCATED, 'it was truncated, and reward.truncated is "leave_out"'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,7 @@ class Scorer:
         self.reward = RewardConfig() if reward is None else reward
         self._terms = _build_terms(task, self.reward, max_tokens)
         self._pools: dict[str, GraderPool] = {}
-        self._graded_here: set[str] = set()
+        self._graded_in_process: set[str] = set()
         self._ungraded_batches = 0
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
@@ -63,10 +71,10 @@ class Scorer:
         return graded_groups
 
     def grade(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Grade every completion, and leave it to `report` to say what could not be graded.
+        """Grade every completion; `report` then logs what could not be graded.
 
-        Where `reward.truncated` leaves out what was cut, no term sees it: a function of the whole
-        batch compares the others alone.
+        If `reward.truncated` is "leave_out", no term sees truncated completions: a function of the
+        whole batch compares only the others.
         """
         samples = [sample for sample in _samples(groups) if not self._is_left_out(sample)]
         rest = iter(self._grades(samples))
@@ -79,7 +87,7 @@ class Scorer:
         ]
 
     def prepare(self) -> None:
-        """Load what the terms need in a process, to see whether that can be done."""
+        """Load the terms in a grading process, to check that it works."""
         _, pooled = _divide(self._terms)
         if pooled.terms:
             self._in_processes("terms", pooled, [], self.reward.time_limit)
@@ -88,12 +96,12 @@ class Scorer:
                 self._batch(weighted.label, weighted.term, [])
 
     def report(self, groups: Sequence[RolloutGroup]) -> None:
-        """Say what of a graded batch has no grade; stop if that is asked for, or nothing has."""
+        """Log the ungraded completions; stop if configured, or if nothing can be graded."""
         self._report(_samples(groups), [grade for group in groups for grade in group.grades])
 
     @property
     def needs_whole_batches(self) -> bool:
-        """Whether a term compares all completions of a batch, so that it can't be divided."""
+        """Whether a term compares all completions of a batch, so that it must not be split."""
         return any(isinstance(weighted.term, BatchFunctionTerm) for weighted in self._terms)
 
     def close(self) -> None:
@@ -103,12 +111,12 @@ class Scorer:
         self._pools.clear()
 
     def _is_left_out(self, sample: Sample) -> bool:
-        return sample.is_cut and self.reward.truncated == "leave_out"
+        return sample.is_truncated and self.reward.truncated == "leave_out"
 
     def _grades(self, samples: Sequence[Sample]) -> list[Grade]:
-        """Ask all terms, and add up what they say of each sample."""
-        here, pooled = _divide(self._terms)
-        columns = [[graded(here, sample) for sample in samples]] if here.terms else []
+        """Evaluate all terms, and return their weighted sum per sample."""
+        local, pooled = _divide(self._terms)
+        columns = [[run_grader(local, sample) for sample in samples]] if local.terms else []
         if pooled.terms:
             columns.append(self._in_processes("terms", pooled, samples, self.reward.time_limit))
         for weighted in self._terms:
@@ -142,8 +150,8 @@ class Scorer:
         items: Sequence[Any],
         time_limit: float,
     ) -> list[Outcome]:
-        """Grade in the processes of a pool, or here where the grader can't be sent to any."""
-        if name not in self._graded_here:
+        """Grade in a pool, or in this process if the grader can't be sent to another."""
+        if name not in self._graded_in_process:
             try:
                 if name not in self._pools:
                     self._pools[name] = GraderPool(
@@ -161,31 +169,31 @@ class Scorer:
                     self._pools[name].prepare()
                 return self._pools[name].run(items)
             except NotPortable as error:
-                self._graded_here.add(name)
+                self._graded_in_process.add(name)
                 pool = self._pools.pop(name, None)
                 if pool is not None:
                     pool.close()
-                self._load_here(grade)
+                self._load_in_process(grade)
                 logger.warning(
                     "The grader of task %s can't be sent to another process (%s): it runs in this "
                     "one, without limits of time and memory; define it in a module to have them.",
                     self.task.name,
                     error,
                 )
-        return [graded(grade, item) for item in items]
+        return [run_grader(grade, item) for item in items]
 
-    def _load_here(self, grade: PooledTerms | BatchFunctionTerm) -> None:
-        """Load what could not be loaded elsewhere; a function that is broken is so here, too."""
+    def _load_in_process(self, grade: PooledTerms | BatchFunctionTerm) -> None:
+        """Load a grader that could not be loaded elsewhere; a broken one fails here, too."""
         try:
             grade.prepare()
-        except Exception as error:  # whatever an import of a user's module raises
+        except Exception as error:  # importing a user's module may raise anything
             raise RewardError(
                 f"The reward of task {self.task.name} can't be loaded ({describe(error)}): fix it, "
                 "and the same command continues the run."
             ) from error
 
     def _grade(self, row: Sequence[Outcome]) -> Grade:
-        """Add the weighted parts, or say why one is missing."""
+        """Return the weighted sum of the parts, or the reason why one is missing."""
         for outcome in row:
             if outcome.status is not GradeStatus.GRADED:
                 return self._ungraded(outcome.status, outcome.reason)
@@ -202,7 +210,7 @@ class Scorer:
         )
 
     def _report(self, samples: Sequence[Sample], grades: Sequence[Grade]) -> None:
-        """Say what was not graded, and stop where that is asked for or nothing is graded."""
+        """Log ungraded completions, and raise after too many batches without any grade."""
         ungraded = [
             (sample, grade)
             for sample, grade in zip(samples, grades, strict=True)
@@ -218,7 +226,7 @@ class Scorer:
         if not failed:
             raise RewardError(
                 f"No completion of the last {self._ungraded_batches} batches could be graded, and "
-                'in the last one all were cut, which reward.truncated = "leave_out" leaves out: '
+                'all of the last one were truncated, which reward.truncated = "leave_out" drops: '
                 'raise rollout.max_tokens, or set reward.truncated = "grade".'
             )
         raise RewardError(
@@ -241,7 +249,7 @@ class Scorer:
 
 
 def _first(failed: Sequence[tuple[Sample, Grade]]) -> str:
-    """Name the prompt of the first completion that a grader failed on, and the reason."""
+    """Return the prompt id and the reason of the first failure."""
     sample, grade = failed[0]
     return f"prompt {sample.prompt.id!r}: {grade.reason}"
 
@@ -253,7 +261,7 @@ def _samples(groups: Sequence[RolloutGroup]) -> list[Sample]:
             completion=completion.text,
             num_tokens=len(completion.token_ids),
             turns=completion.turns,
-            is_cut=completion.finish_reason is FinishReason.LENGTH,
+            is_truncated=completion.finish_reason is FinishReason.LENGTH,
         )
         for group in groups
         for completion in group.completions
@@ -261,7 +269,7 @@ def _samples(groups: Sequence[RolloutGroup]) -> list[Sample]:
 
 
 def _build_terms(task: Task, reward: RewardConfig, max_tokens: int | None) -> list[_Weighted]:
-    """Build the configured terms, or the task's own grader alone."""
+    """Build the configured terms; default: the task's own grader."""
     if not reward.terms:
         return [_Weighted("task", 1.0, TaskTerm(task=task))]
     found: list[_Weighted] = []
@@ -282,12 +290,45 @@ def _build_terms(task: Task, reward: RewardConfig, max_tokens: int | None) -> li
 def _divide(terms: Sequence[_Weighted]) -> tuple[PooledTerms, PooledTerms]:
     """Return the terms that are graded in this process, and those for the pool."""
     single = [(w.label, w.term) for w in terms if isinstance(w.term, Term)]
-    here = tuple(pair for pair in single if pair[1].runs_here)
-    return PooledTerms(here), PooledTerms(tuple(pair for pair in single if pair not in here))
+    local = tuple(pair for pair in single if pair[1].runs_in_process)
+    return PooledTerms(local), PooledTerms(tuple(pair for pair in single if pair not in local))
 
 
 def _named(label: str, outcome: Outcome) -> Outcome:
-    """Give the value its label, as the other terms do, and the reason too."""
+    """Return the outcome with the term's label, in the format of `PooledTerms`."""
     if outcome.status is GradeStatus.GRADED:
         return replace(outcome, value={label: outcome.value})
     return replace(outcome, reason=f"{label}: {outcome.reason}")
+
+
+def rewards_of(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Return the rewards [groups, samples] in float64, NaN for ungraded samples."""
+    rows = [[grade.reward for grade in group.grades] for group in groups]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+class GroupScorer(Protocol):
+    """Grades every completion, in this process or elsewhere."""
+
+    def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Return the groups with a grade for every completion."""
+        ...
+
+    def close(self) -> None:
+        """End all grading processes."""
+        ...
+
+
+class SharedScorer:
+    """Grades on rank 0 and broadcasts the grades: graders may be random. Collective."""
+
+    def __init__(self, own: GroupScorer) -> None:
+        self.own = own
+
+    def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Return the groups with the grades of rank 0."""
+        return on_rank_zero(lambda: self.own.score(groups))
+
+    def close(self) -> None:
+        """End the grading processes of this rank."""
+        self.own.close()

@@ -1,22 +1,69 @@
-r"""The terms that a reward may be made of; their fields are the options of [[reward.terms]].
+r"""The terms of a reward; their fields are the options of [[reward.terms]].
 
-To add one, write a dataclass with `grade(sample)` and name it in `TERMS`. It is sent to the
-grading processes, so it must be picklable and must not need torch.
+To add one, write a dataclass with `grade(sample)` and register it in `TERMS`. It is sent to the
+grading processes, so it must be picklable and must not import torch.
 """
 
+import inspect
+import math
+import numbers
+import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from trustbatch.errors import did_you_mean
-from trustbatch.math_grading.final_answers import last_box
-from trustbatch.math_grading.math_answers import grade_math
-from trustbatch.math_grading.math_answers import prepare as prepare_math
-from trustbatch.rewards.functions import check_path, load_function, takes_details
-from trustbatch.rewards.grading import grade_completion
-from trustbatch.rewards.http_reward import HttpTerm
-from trustbatch.rewards.term import BatchTerm, Sample, Term, checked, is_finite
+from trustbatch.math_grading.extract import last_box
+from trustbatch.math_grading.grade import grade_math
+from trustbatch.math_grading.grade import prepare as prepare_math
+from trustbatch.rewards.http_client import DeadlineExceeded, InvalidResponse, RewardServer
+from trustbatch.rewards.worker import MAX_REASON_LENGTH, Outcome
+from trustbatch.tasks.base import grade_completion
+from trustbatch.types import GradeStatus, Prompt, Turn
+from trustbatch.utils.imports import check_object_path, load_object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The input of a term: one completion and its prompt."""
+
+    prompt: Prompt
+    completion: str
+    num_tokens: int
+    turns: tuple[Turn, ...] = ()
+    """of an episode, if an environment replied"""
+    is_truncated: bool = False
+    """whether it ended at the token limit; an episode out of turns did not"""
+
+
+class Term:
+    """Grades one completion at a time, by default in a grading process."""
+
+    @property
+    def runs_in_process(self) -> bool:
+        """Whether it is cheap, bounded and trusted, and so needs no grading process."""
+        return False
+
+    def prepare(self) -> None:
+        """Import what is needed, before the time limit of the first completion starts."""
+
+    def check(self, *, max_tokens: int | None) -> None:
+        """Refuse unusable options; `max_tokens` is rollout.max_tokens."""
+
+    def grade(self, sample: Sample) -> float:
+        """Return the value of this term."""
+        raise NotImplementedError
+
+
+class BatchTerm:
+    """Grades a whole batch at once."""
+
+    def check(self, *, max_tokens: int | None) -> None:
+        """Refuse unusable options; `max_tokens` is rollout.max_tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +73,22 @@ class TaskTerm(Term):
     task: Any = None
 
     @property
-    def runs_here(self) -> bool:
-        """Whether the task says so."""
+    def runs_in_process(self) -> bool:
+        """Whether the task sets `grades_in_process`."""
         return getattr(self.task, "grades_in_process", False)
 
     def prepare(self) -> None:
-        """Most tasks compare numbers."""
+        """Prepare math grading, which most tasks use."""
         prepare_math()
 
     def grade(self, sample: Sample) -> float:
-        """Return what the task's grader says."""
+        """Return the reward of the task's grader."""
         return grade_completion(self.task, sample.prompt, sample.completion, sample.turns)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MathTerm(Term):
-    """1 where the final answer equals the prompt's, see `grade_math`."""
+    """1 if the final answer equals the prompt's; `grade_math` documents the options."""
 
     require_boxed: bool = False
     decimals: int | None = None
@@ -49,10 +96,10 @@ class MathTerm(Term):
     percent: bool = False
     require_unit: bool = False
     thinking: bool | None = None
-    """the prompt opens the thinking; unless told, where task.thinking = true"""
+    """the prompt opens <think>; default: task.thinking"""
 
     def prepare(self) -> None:
-        """Load what hard answers need."""
+        """Import what hard answers need."""
         prepare_math()
 
     def grade(self, sample: Sample) -> float:
@@ -65,26 +112,26 @@ class MathTerm(Term):
 
 @dataclass(frozen=True, kw_only=True)
 class FormatTerm(Term):
-    r"""1 where the completion has the asked form, otherwise 0."""
+    r"""1 if the completion has the required format, otherwise 0."""
 
     boxed: bool = False
-    r"""there is a \boxed{...}, and the last one is closed"""
+    r"""require a \boxed{...}, of which the last one is closed"""
     think: bool = False
-    """there is exactly one </think>, with at most one <think>, and that before all else"""
+    """require exactly one </think>, and at most one <think>, at the very beginning"""
     pattern: str | None = None
-    """a regular expression is found; the dot matches line ends"""
+    """require a match of this regular expression; the dot matches newlines"""
 
     def check(self, *, max_tokens: int | None) -> None:
-        """Refuse a term that asks for nothing, or a broken pattern."""
+        """Refuse a term without requirements, or an invalid pattern."""
         if not self.boxed and not self.think and self.pattern is None:
             raise ValueError("format needs boxed = true, think = true or a pattern.")
         try:
             re.compile(self.pattern or "")
         except re.error as error:
-            raise ValueError(f"format.pattern is no regular expression: {error}.") from error
+            raise ValueError(f"format.pattern is not a regular expression: {error}.") from error
 
     def grade(self, sample: Sample) -> float:
-        """Look at the form alone."""
+        """Return 1 if all requirements are met."""
         text = sample.completion
         if self.boxed:
             box = last_box(text)
@@ -105,15 +152,15 @@ class OverlongTerm(Term):
 
     buffer: int
     max_tokens: int | None = None
-    """the rollout's unless told"""
+    """default: rollout.max_tokens"""
 
     @property
-    def runs_here(self) -> bool:
-        """It only counts."""
+    def runs_in_process(self) -> bool:
+        """Always: it only counts tokens."""
         return True
 
     def check(self, *, max_tokens: int | None) -> None:
-        """Refuse a buffer that is no part of the allowed length."""
+        """Refuse a buffer that is longer than the longest completion."""
         longest = self.max_tokens if self.max_tokens is not None else max_tokens
         if longest is None:
             raise ValueError("overlong needs max_tokens.")
@@ -124,7 +171,7 @@ class OverlongTerm(Term):
             )
 
     def grade(self, sample: Sample) -> float:
-        """Count tokens."""
+        """Return the penalty for the number of tokens."""
         assert self.max_tokens is not None
         free = self.max_tokens - self.buffer
         return -min(max((sample.num_tokens - free) / self.buffer, 0.0), 1.0)
@@ -132,80 +179,189 @@ class OverlongTerm(Term):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionTerm(Term):
-    """A function f(prompt, completion, answer) -> float of texts, and `details` if it has that."""
+    """A function f(prompt, completion, answer) -> float, with an optional `details` parameter."""
 
     arguments: ClassVar = ("prompt", "completion", "answer")
 
     path: str
 
     def check(self, *, max_tokens: int | None) -> None:
-        """Look whether it is there."""
-        check_path(self.path)
+        """Refuse a path that does not exist."""
+        check_object_path(self.path)
 
     def prepare(self) -> None:
-        """Import it."""
-        load_function(self.path, *self.arguments)
+        """Import the function."""
+        _load_function(self.path, *self.arguments)
 
     def grade(self, sample: Sample) -> float:
-        """Call it."""
-        function = load_function(self.path, *self.arguments)
+        """Call the function."""
+        function = _load_function(self.path, *self.arguments)
         prompt = sample.prompt
-        options = {"details": prompt.details} if takes_details(function) else {}
+        options = {"details": prompt.details} if _takes_details(function) else {}
         return function(prompt.text, sample.completion, prompt.answer, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFunctionTerm(BatchTerm):
-    """A function f(prompts, completions, answers) -> list[float] of lists of texts."""
+    """A function f(prompts, completions, answers) -> list[float] of a whole batch."""
 
     arguments: ClassVar = ("prompts", "completions", "answers")
 
     path: str
     time_limit: float = 60.0
-    """seconds for a whole batch"""
+    """seconds per batch"""
 
     def check(self, *, max_tokens: int | None) -> None:
-        """Look whether it is there."""
-        check_path(self.path)
+        """Refuse a path that does not exist."""
+        check_object_path(self.path)
         if not self.time_limit > 0:
             raise ValueError("batch_function.time_limit must be above 0.")
 
     def prepare(self) -> None:
-        """Import it."""
-        load_function(self.path, *self.arguments)
+        """Import the function."""
+        _load_function(self.path, *self.arguments)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Call it with the whole batch; runs in a grading process."""
-        values = list(
-            load_function(self.path, *self.arguments)(
-                [sample.prompt.text for sample in samples],
-                [sample.completion for sample in samples],
-                [sample.prompt.answer for sample in samples],
-            )
-        )
+        """Call the function with the whole batch; runs in a grading process."""
+        function = _load_function(self.path, *self.arguments)
+        values = list(function(*_texts(samples).values()))
         if len(values) != len(samples):
             raise ValueError(f"it returned {len(values)} rewards for {len(samples)} completions")
         return [float(value) if is_finite(value) else None for value in values]
 
 
+@dataclass(frozen=True, kw_only=True)
+class HttpTerm(BatchTerm):
+    """Rewards from an HTTP server; `http_client` describes requests and responses."""
+
+    url: str
+    """such as http://localhost:8000/score"""
+    timeout: float = 60.0
+    """seconds per request"""
+    deadline: float = 300.0
+    """seconds for all requests of a batch, including retries"""
+    batch_size: int = 64
+    """completions per request"""
+    token_variable: str | None = None
+    """environment variable with a token, sent as "Authorization: Bearer TOKEN\""""
+
+    def check(self, *, max_tokens: int | None) -> None:
+        """Refuse an invalid address, a non-positive limit or a missing token."""
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"http.url = {self.url!r} must start with http:// or https://.")
+        try:
+            _ = parts.port
+        except ValueError:
+            raise ValueError(
+                f"http.url = {self.url!r} has a port that is not a number from 0 to 65535."
+            ) from None
+        if self.timeout <= 0 or self.deadline <= 0 or self.batch_size < 1:
+            raise ValueError("http.timeout, http.deadline and http.batch_size must be above 0.")
+        if self.token_variable is not None and self.token_variable not in os.environ:
+            raise ValueError(
+                f"http.token_variable names {self.token_variable}, which is not set: export it."
+            )
+
+    def outcomes(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """Return one outcome per sample; a failed request fails all samples in it."""
+        outcomes: list[Outcome] = []
+        end = time.monotonic() + self.deadline
+        for start in range(0, len(samples), self.batch_size):
+            outcomes += self._request(samples[start : start + self.batch_size], end)
+        return outcomes
+
+    def _request(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
+        server = RewardServer(self.url, self.timeout, self.token_variable)
+        try:
+            rewards = server.rewards(_texts(samples), end=end)
+        except InvalidResponse as error:
+            return [_failure(GradeStatus.FAILED, str(error))] * len(samples)
+        except DeadlineExceeded as error:
+            reason = f"{self.url} gave no rewards within {self.deadline:g} seconds: {error}"
+            return [_failure(GradeStatus.TIMED_OUT, reason)] * len(samples)
+        return [
+            Outcome(GradeStatus.GRADED, float(reward))
+            if is_finite(reward) and not isinstance(reward, bool)
+            else Outcome(GradeStatus.FAILED, reason=f"{self.url} answered {reward!r} for it")
+            for reward in rewards
+        ]
+
+
+def _failure(status: GradeStatus, reason: str) -> Outcome:
+    return Outcome(status, reason=reason[:MAX_REASON_LENGTH])
+
+
+def _texts(samples: Sequence[Sample]) -> dict[str, list[str]]:
+    """Return the arguments of a batch function, which are also the body of a request."""
+    return {
+        "prompts": [sample.prompt.text for sample in samples],
+        "completions": [sample.completion for sample in samples],
+        "answers": [sample.prompt.answer for sample in samples],
+    }
+
+
+@lru_cache(maxsize=64)
+def _load_function(path: str, *arguments: str) -> Callable[..., Any]:
+    """Import a user's function; refuse one that can't be called with these arguments."""
+    function = load_object(path, private=True)
+    if not callable(function):
+        raise ImportError(f"{path!r} is not a function, but {type(function).__name__}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions have no signature
+        return function
+    optional = {"details": None} if "details" in signature.parameters else {}
+    try:
+        signature.bind(*arguments, **optional)
+    except TypeError:
+        raise TypeError(
+            f"{path!r} must take ({', '.join(arguments)}), but it takes {signature}"
+        ) from None
+    return function
+
+
+def _takes_details(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter for the details of a prompt."""
+    try:
+        return "details" in inspect.signature(function).parameters
+    except ValueError:  # some built-in functions have no signature
+        return False
+
+
+def is_finite(value: Any) -> bool:
+    """Whether something is a finite number."""
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer that is too large for a float
+        return False
+
+
+def _finite(label: str, value: Any) -> float:
+    """Return a finite number, and refuse anything else."""
+    if not is_finite(value):
+        raise ValueError(f"{label} returned {repr(value)[:80]}, which is not a finite number")
+    return float(value)
+
+
 @dataclass(frozen=True)
 class PooledTerms:
-    """The terms that grade one completion together, in one process."""
+    """Terms that grade a completion together, in one process."""
 
     terms: tuple[tuple[str, Term], ...]
 
     def prepare(self) -> None:
-        """Load what they need."""
+        """Import what the terms need."""
         for _, term in self.terms:
             term.prepare()
 
     def __call__(self, sample: Sample) -> dict[str, float]:
-        """Return the value of each term by its label."""
-        return {label: checked(label, term.grade(sample)) for label, term in self.terms}
+        """Return the value of each term by label."""
+        return {label: _finite(label, term.grade(sample)) for label, term in self.terms}
 
 
 def build_term(name: str, options: dict[str, Any]) -> Term | BatchTerm:
-    """Build a term by name; a wrong name or option is refused with the nearest right one."""
+    """Build a term by name; an unknown name or option is refused with the closest known one."""
     if name not in TERMS:
         raise ValueError(
             f"There is no reward term {name!r}{did_you_mean(name, TERMS)}; choose one of "
@@ -219,7 +375,7 @@ def build_term(name: str, options: dict[str, Any]) -> Term | BatchTerm:
             raise ValueError(
                 f"The reward term {name} has no option {option!r}{hint}; its options are {names}."
             )
-    from pydantic import TypeAdapter, ValidationError  # grading processes have no use for it
+    from pydantic import TypeAdapter, ValidationError  # grading processes don't need it
 
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(TERMS[name])
@@ -231,7 +387,7 @@ def build_term(name: str, options: dict[str, Any]) -> Term | BatchTerm:
 
 
 def default_label(name: str, options: Mapping[str, Any]) -> str:
-    """Return the name of a term's part in metrics: that of a function, else the kind's."""
+    """Return a term's default name in metrics: that of its function, or else of the term."""
     return str(options["path"]).rpartition(":")[2] if "path" in options else name
 
 

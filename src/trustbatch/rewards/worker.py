@@ -1,7 +1,7 @@
-"""A grading process: reads one item at a time from its input, and answers before the next.
+"""A grading process: reads one item at a time from stdin, and writes its outcome to stdout.
 
 Started by `GraderPool` as `python -m trustbatch.rewards.worker`. It imports neither torch nor
-anything else that takes long, unless the grader itself does.
+other slow modules, unless the grader itself does.
 """
 
 import ctypes
@@ -17,13 +17,13 @@ from typing import Any, BinaryIO
 from trustbatch.types import GradeStatus
 
 LENGTH = struct.Struct(">Q")
-LONGEST_REASON = 500
+MAX_REASON_LENGTH = 500
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one item: a value if the status is GRADED, otherwise a reason."""
+    """The result of one item: a value if the status is GRADED, otherwise a reason."""
 
     status: GradeStatus
     value: Any = None
@@ -31,20 +31,20 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class WorkerSetup:
     """The first message to a worker."""
 
     grade: bytes
-    """the pickled function"""
+    """the pickled grader"""
     path: list[str]
-    """sys.path of the process that it was pickled in"""
+    """sys.path of the process that pickled it"""
     memory_limit: int
-    """bytes beyond what the worker holds when it is ready"""
+    """bytes in addition to the worker's memory when it is ready"""
     parent: int
 
 
-def graded(grade: Callable[[Any], Any], item: Any) -> Outcome:
-    """Call a grader, and turn whatever it raises into an outcome."""
+def run_grader(grade: Callable[[Any], Any], item: Any) -> Outcome:
+    """Call a grader, and turn any exception into an outcome."""
     try:
         return Outcome(GradeStatus.GRADED, grade(item))
     except MemoryError:
@@ -56,39 +56,39 @@ def graded(grade: Callable[[Any], Any], item: Any) -> Outcome:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error in one short line."""
-    return f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+    """Return an error as one short line."""
+    return f"{type(error).__name__}: {error}"[:MAX_REASON_LENGTH]
 
 
-def frame(message: Any) -> bytes:
-    """Return a message with its length before it."""
+def encode_message(message: Any) -> bytes:
+    """Return a pickled message, prefixed with its length."""
     content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(content)) + content
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Grade items until stdin is closed."""
     items = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
-    # what a grader prints must not get between the answers, nor can it wait for input
+    outcomes = os.fdopen(os.dup(1), "wb")
+    # a grader's own output must not mix with the outcomes, and it must not read the items
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    start = _read(items)
-    if not isinstance(start, Start):
+    setup = _read(items)
+    if not isinstance(setup, WorkerSetup):
         return
-    _die_with(start.parent)
-    sys.path[:] = start.path
+    _exit_with_parent(setup.parent)
+    sys.path[:] = setup.path
     try:
-        grade = pickle.loads(start.grade)
+        grade = pickle.loads(setup.grade)
         getattr(grade, "prepare", lambda: None)()
-    except Exception as error:  # whatever an import of a user's module raises
-        _write(answers, Outcome(GradeStatus.FAILED, reason=describe(error)))
+    except Exception as error:  # importing a user's module may raise anything
+        _write(outcomes, Outcome(GradeStatus.FAILED, reason=describe(error)))
         return
-    _limit_memory(start.memory_limit)
-    _write(answers, Outcome(GradeStatus.GRADED))
+    _limit_memory(setup.memory_limit)
+    _write(outcomes, Outcome(GradeStatus.GRADED))
     while (item := _read(items)) is not None:
-        _write(answers, graded(grade, item))
+        _write(outcomes, run_grader(grade, item))
 
 
 def _read(items: BinaryIO) -> Any:
@@ -98,21 +98,21 @@ def _read(items: BinaryIO) -> Any:
     return pickle.loads(items.read(LENGTH.unpack(header)[0]))
 
 
-def _write(answers: BinaryIO, outcome: Outcome) -> None:
-    answers.write(frame(outcome))
-    answers.flush()
+def _write(outcomes: BinaryIO, outcome: Outcome) -> None:
+    outcomes.write(encode_message(outcome))
+    outcomes.flush()
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process with its parent, in whatever it is stuck by then."""
+def _exit_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, even if it is stuck."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
 
 
 def _limit_memory(limit: int) -> None:
-    if sys.platform != "linux":  # elsewhere the limit is not kept, or counts other things
+    if sys.platform != "linux":  # elsewhere the limit is not enforced, or measures something else
         return
     import resource
 
@@ -123,7 +123,7 @@ def _limit_memory(limit: int) -> None:
 
 
 if __name__ == "__main__":
-    # the pool reads this module by its full name, and so must what is pickled here
+    # outcomes must be pickled under this module's full name, not as __main__
     from trustbatch.rewards import worker
 
     worker.main()

@@ -7,9 +7,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.episodes import play
-from trustbatch.tasks.answering import answers
-from trustbatch.tasks.base import Task
-from trustbatch.tasks.environments.base import Environment
+from trustbatch.tasks.base import Task, is_environment
 from trustbatch.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
 
@@ -49,7 +47,7 @@ def collect(
         )
         for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
     ]
-    if isinstance(task, Environment) and answers(task):
+    if is_environment(task):
         groups = play(engine, policy, task, groups, sampling=sampling, max_turns=max_turns)
     return groups
 

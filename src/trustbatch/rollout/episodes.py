@@ -14,7 +14,7 @@ from trustbatch.errors import ReplyError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.replies import ReplyEncoder
-from trustbatch.tasks.environments.base import Environment
+from trustbatch.tasks.base import Environment
 from trustbatch.types import (
     Completion,
     FinishReason,

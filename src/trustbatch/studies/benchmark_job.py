@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trustbatch.build.engines import build_engine
+from trustbatch.build.policies import load_model
 from trustbatch.errors import ConfigError
-from trustbatch.evaluation.run import Evaluation, evaluate_into
-from trustbatch.evaluation.settings import SamplingSettings
+from trustbatch.evaluation.run import ModelEvaluator
+from trustbatch.evaluation.settings import Evaluation, SamplingSettings
 from trustbatch.evaluation.suite import EvaluatedTask, TaskChoice, load_suite
 from trustbatch.studies.job import Job
 
@@ -17,7 +19,8 @@ def evaluate_on_suite(job: Job) -> None:
     if details["is_checkpoint"] and not Path(details["model"]).is_dir():
         raise ConfigError(f"{details['model']} is not there: finish the study that trains it.")
     suite = details["suite"]
-    evaluate_into(
+    evaluator = ModelEvaluator(load_model=load_model, open_engine=build_engine)
+    evaluator.evaluate_into(
         job.path,
         model=details["model"],
         name=details["label"],

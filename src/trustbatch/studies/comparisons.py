@@ -18,7 +18,7 @@ from itertools import combinations
 from statistics import fmean, stdev
 
 from trustbatch.evaluation.comparison import compare
-from trustbatch.evaluation.intervals import LEVEL
+from trustbatch.evaluation.statistics import LEVEL
 from trustbatch.studies.results import ArmResult, Measure, Spread, StudyResults, StudyRun
 from trustbatch.studies.student_t import t_probability, t_quantile
 

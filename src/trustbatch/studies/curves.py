@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
-from trustbatch.evaluation.scores import Score
+from trustbatch.evaluation.results import Score
 from trustbatch.studies.results import StudyRun
 
 Points = Mapping[float, float]

@@ -20,8 +20,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from trustbatch.errors import ConfigError
-from trustbatch.evaluation.results import RESULTS_FILE, EvaluationResults, read_results
-from trustbatch.evaluation.scores import TaskScores
+from trustbatch.evaluation.results import RESULTS_FILE, EvaluationResults, TaskScores, read_results
 from trustbatch.observe.report_data import Run, number, read_run
 from trustbatch.studies.definitions.benchmarks import EVALUATIONS
 from trustbatch.studies.folder import (

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 
-from trustbatch.evaluation.page import PASS_AT_K_READING, k_axis
-from trustbatch.evaluation.scores import AVERAGE
+from trustbatch.evaluation.report import PASS_AT_K_READING, k_axis
+from trustbatch.evaluation.results import AVERAGE
 from trustbatch.observe.charts import Axis, Curve, Frame, linear_axis, smooth, step_axis
 from trustbatch.observe.report_charts import SMALL, ChartSpec, chart_figure, value_axis
 from trustbatch.studies.comparisons import Contender, contenders

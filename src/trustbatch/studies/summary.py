@@ -1,6 +1,6 @@
 """A study in Markdown: question, command, table and verdict, to be included in a document."""
 
-from trustbatch.evaluation.table import cell, markdown_table
+from trustbatch.evaluation.report import cell, markdown_table
 from trustbatch.studies.comparisons import table_rows
 from trustbatch.studies.results import StudyResults
 from trustbatch.studies.tables import Column, arm_columns

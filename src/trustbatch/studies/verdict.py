@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trustbatch.evaluation.intervals import LEVEL
+from trustbatch.evaluation.statistics import LEVEL
 from trustbatch.studies.comparisons import (
     Contender,
     Outcome,

@@ -1,35 +1,44 @@
-"""Where prompts come from and how answers are graded.
+"""Where prompts come from and how completions are graded.
 
-To add a task, write one file with a class that has `name`, `prompt` and `grade`, and name it in
+To add a task, write one file with a class that has `name`, `prompt` and `grade`, and register it in
 `TASKS`; its keyword arguments are the options of the configuration's [task] table. A task that
-reads data is a short `ProblemTask`; `gsm8k.py` is a good one to copy.
+reads data is a short `ProblemTask`; see `Gsm8k` in `benchmarks.py` for an example.
 """
 
 from dataclasses import fields
 from typing import Any
 
 from trustbatch.errors import did_you_mean
-from trustbatch.tasks.aime import Aime24, Aime25, Aime26
-from trustbatch.tasks.amc23 import Amc23
-from trustbatch.tasks.amo_bench import AmoBench
 from trustbatch.tasks.arithmetic import Arithmetic
-from trustbatch.tasks.base import FilteredTask, LearningTask, ProblemSet, Task
-from trustbatch.tasks.by_path import find_class
-from trustbatch.tasks.check import check_task
+from trustbatch.tasks.base import (
+    Environment,
+    FilteredTask,
+    LearningTask,
+    ProblemSet,
+    Task,
+    check_task,
+)
+from trustbatch.tasks.benchmarks import (
+    Aime24,
+    Aime25,
+    Aime26,
+    Amc23,
+    AmoBench,
+    Deepscaler,
+    FileTask,
+    Gsm8k,
+    Math500,
+)
 from trustbatch.tasks.countdown import Countdown
 from trustbatch.tasks.curriculum import Curriculum
-from trustbatch.tasks.deepscaler import Deepscaler
 from trustbatch.tasks.derail import Derail
 from trustbatch.tasks.environments.calculator import Calculator
 from trustbatch.tasks.environments.guess_number import GuessNumber
-from trustbatch.tasks.file import FileTask
-from trustbatch.tasks.fit import fit_task
-from trustbatch.tasks.gsm8k import Gsm8k
-from trustbatch.tasks.math500 import Math500
+from trustbatch.tasks.filters import fit_task, without_overlap
 from trustbatch.tasks.mixture import Mixture
 from trustbatch.tasks.options import check_options, options_of, refuse_unknown
-from trustbatch.tasks.overlap import without_overlap
 from trustbatch.tasks.problems import ProblemTask
+from trustbatch.utils.imports import load_object
 
 TASKS: dict[str, Any] = {
     "arithmetic": Arithmetic,
@@ -51,15 +60,15 @@ TASKS: dict[str, Any] = {
 
 
 def build_task(name: str, *, seed: int, **options: Any) -> Task:
-    """Build a task by name; a wrong name or option is refused with the nearest right one."""
+    """Build a task by name; an unknown name or option is refused with the closest known one."""
     curriculum = options.pop("curriculum", None)
-    make = find_class(name) if ":" in name else TASKS.get(name)
+    make = _load_class(name) if ":" in name else TASKS.get(name)
     if make is None:
         raise ValueError(
             f"There is no task {name!r}{did_you_mean(name, TASKS)}; choose one of "
             f"{', '.join(TASKS)}, or name a class as in my_task.py:MyTask."
         )
-    if not callable(make):  # a task that is already made
+    if not callable(make):  # an instance rather than a class
         refuse_unknown(options, [], f"task {name}")
         task: Any = make
     else:
@@ -70,6 +79,13 @@ def build_task(name: str, *, seed: int, **options: Any) -> Task:
     if ":" in name:
         check_task(task)
     return task if curriculum is None else _with_curriculum(task, curriculum, seed=seed)
+
+
+def _load_class(name: str) -> Any:
+    try:
+        return load_object(name)
+    except ImportError as error:
+        raise ValueError(f"task.name = {error}") from error
 
 
 def _with_curriculum(task: Any, options: Any, *, seed: int) -> Curriculum:
@@ -84,6 +100,7 @@ def _with_curriculum(task: Any, options: Any, *, seed: int) -> Curriculum:
 __all__ = [
     "TASKS",
     "Curriculum",
+    "Environment",
     "FilteredTask",
     "LearningTask",
     "Mixture",

@@ -24,7 +24,7 @@ class Arithmetic:
     level: int = 2
     name: str = "arithmetic"
     grades_in_process: ClassVar[bool] = True
-    """comparing two short texts needs no other process"""
+    """comparing two short texts is cheap"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.level, int) or self.level not in LEVELS:
@@ -44,5 +44,5 @@ class Arithmetic:
         )
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 for exactly the right number, surrounding white space aside; otherwise 0."""
+        """1 for exactly the right number, ignoring surrounding white space; otherwise 0."""
         return float(completion.strip() == prompt.answer)

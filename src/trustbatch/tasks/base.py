@@ -1,17 +1,23 @@
-"""What a task is: an endless, seeded stream of prompts, and a grader."""
+"""What a task is: an endless, seeded stream of prompts, and a grader.
 
+`Task` is the required interface; the other protocols are optional capabilities. A task that
+implements `Environment` replies to completions, and episodes have several turns.
+"""
+
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypeGuard, runtime_checkable
 
-from trustbatch.types import Prompt, RolloutGroup
+from trustbatch.errors import ConfigError
+from trustbatch.types import Prompt, Role, RolloutGroup, Turn
 
 
 class Task(Protocol):
     """Implement these three members and pass the object to `trustbatch.train(task=...)`.
 
-    The grader runs in other processes with limits of time and memory, so a class in a module of
-    its own is best. One whose `grades_in_process` is True says that it is quick and safe, and is
-    graded in this process.
+    Grading runs in other processes with time and memory limits, so define the class in a module of
+    its own. Set `grades_in_process = True` on a class whose grader is fast and safe enough to run
+    in the training process.
     """
 
     @property
@@ -29,25 +35,55 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class Environment(Task, Protocol):
+    """A task that replies to the policy; without `reply`, an episode is a single turn.
+
+    `grade` gets only the text of the policy's last turn, so that the environment's own text is
+    never graded. To grade the whole episode, implement `GradesTurns`.
+    """
+
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+        """Reply to the policy's last turn, or return None to end the episode.
+
+        Must be a pure function of the conversation: many episodes run at a time, and a resumed run
+        replays some of them. It runs in the training process while all episodes wait, so keep it
+        fast.
+        """
+        ...
+
+
+@runtime_checkable
+class GradesTurns(Protocol):
+    """An environment whose reward depends on more than the policy's last turn."""
+
+    def grade_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
+        """Return the reward of an episode, whose last turn is the policy's."""
+        ...
+
+
+@runtime_checkable
 class ProblemSet(Protocol):
-    """A task with an end: all its problems can be evaluated, each once."""
+    """A finite task: all its problems can be evaluated, each once."""
 
     @property
     def problems(self) -> Sequence[Prompt]:
-        """All of them, in the order of the data, each with an id of its own."""
+        """All problems in the order of the data, each with a unique id."""
         ...
 
 
 @runtime_checkable
 class FilteredTask(Protocol):
-    """A task that leaves some of its problems out, and says how many."""
+    """A task that can leave out some of its problems, and reports how many."""
 
     def statements(self) -> Collection[str]:
-        """Return the problems as they are in the data, without the words around them."""
+        """Return the problems as they are in the data, without the template."""
         ...
 
     def without(self, statements: Collection[str], where: str) -> Self:
-        """Return the task without problems that are also `where`; all by `words_of`."""
+        """Return the task without these problems, compared by `normalized_words`.
+
+        `where` says in messages where they come from.
+        """
         ...
 
     def fitted(self, num_tokens: Callable[[Prompt], int], say: Callable[[str], None]) -> Self:
@@ -55,25 +91,76 @@ class FilteredTask(Protocol):
         ...
 
     def describe(self) -> str:
-        """Say in one line how many problems there are, and how many were left out and why."""
+        """Return one line with the number of problems, and of those left out by reason."""
         ...
 
 
 @runtime_checkable
 class LearningTask(Protocol):
-    """A task whose prompts depend on what became of earlier ones.
+    """A task whose prompts depend on the rewards of earlier ones, such as a curriculum.
 
-    `prompt` is then a pure function of the index and of the state.
+    `prompt` is then a pure function of the index and the state.
     """
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Take note of graded groups; called once for each, in the order of sampling."""
+        """Update the state from graded groups; called once per group, in sampling order."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return what was learnt, in plain values as in JSON; saved with each checkpoint."""
+        """Return the state as plain JSON values; saved with each checkpoint."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Restore what `state` returned."""
         ...
+
+
+def is_environment(task: Any) -> TypeGuard[Environment]:
+    """Whether a task is an environment.
+
+    A task made of others always has `reply`; its own `is_environment` says whether any of them
+    replies.
+    """
+    return hasattr(task, "reply") and bool(getattr(task, "is_environment", True))
+
+
+def reply_to(task: Any, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+    """Return a task's reply; None if it is not an environment."""
+    return task.reply(prompt, turns) if is_environment(task) else None
+
+
+def grade_completion(
+    task: Task, prompt: Prompt, completion: str, turns: Sequence[Turn] = ()
+) -> float:
+    """Return the reward of a completion: by its turns if the task grades turns.
+
+    `completion` is the policy's last turn; `turns` is empty if there was no reply.
+    """
+    if isinstance(task, GradesTurns):
+        return task.grade_turns(prompt, turns or (Turn(role=Role.POLICY, text=completion),))
+    return task.grade(prompt, completion)
+
+
+def check_task(task: Any) -> None:
+    """Refuse an object that is not a task, before the run starts."""
+    if inspect.isclass(task):
+        raise ConfigError(f"{task.__name__} is a class, not a task: pass {task.__name__}(...).")
+    kind = type(task).__name__
+    if not isinstance(getattr(task, "name", None), str) or not task.name:
+        raise ConfigError(f"The task {kind} has no name: give it a `name` of type str.")
+    for method in ("prompt", "grade"):
+        if not callable(getattr(task, method, None)):
+            raise ConfigError(
+                f"The task {kind} has no method {method!r}: a task has `name`, `prompt(index)` and "
+                "`grade(prompt, completion)`."
+            )
+    prompt = task.prompt(0)
+    if not isinstance(prompt, Prompt):
+        raise ConfigError(
+            f"prompt(0) of the task {task.name} is {prompt!r}: return a trustbatch.types.Prompt."
+        )
+    if not isinstance(prompt.id, str) or not prompt.id:
+        raise ConfigError(
+            f"prompt(0) of the task {task.name} has the id {prompt.id!r}: give each prompt a "
+            "unique, non-empty id."
+        )

@@ -1,7 +1,7 @@
 """A curriculum: problems that the policy solves sometimes are sampled more often than others.
 
-Sampling is a pure function of the index and of the counts, and counts change only when groups are
-observed, in the order of sampling; so a resumed run goes on exactly, with any lag.
+The order of prompts is a pure function of the index and the counts, and counts change only when
+groups are observed, in sampling order; so a resumed run continues exactly, with any lag.
 """
 
 import math
@@ -10,34 +10,40 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
-from trustbatch.tasks.answering import answers, grade_of, reply_of
-from trustbatch.tasks.base import FilteredTask, ProblemSet, Task
+from trustbatch.tasks.base import (
+    FilteredTask,
+    ProblemSet,
+    Task,
+    grade_completion,
+    is_environment,
+    reply_to,
+)
 from trustbatch.types import Prompt, RolloutGroup, Turn
 
 
 class Problems(Task, ProblemSet, FilteredTask, Protocol):
-    """What a curriculum can be over: a task with an end."""
+    """The tasks that a curriculum can wrap: finite ones."""
 
 
 @dataclass(kw_only=True)
 class Curriculum:
-    """Samples the problems of another task by their measured pass rate."""
+    """Orders the problems of another task by their measured pass rates."""
 
     task: Problems
     seed: int = 0
     low: float = 0.1
     high: float = 0.9
-    """problems of a pass rate from low to high are in the band"""
+    """problems with a pass rate from low to high are favored"""
     weight: float = 4.0
-    """how much likelier one in the band, or one never sampled, is than another"""
+    """weight of a favored or unmeasured problem, relative to the others"""
     memory: float = 0.5
-    """what remains of a problem's older counts when it is measured again"""
+    """decay of a problem's older counts when it is measured again"""
     pass_reward: float = 0.5
-    """a completion with at least this reward has passed"""
+    """a completion passes with at least this reward"""
     num_observed: int = field(default=0, init=False)
-    """groups, of all problems"""
+    """number of groups, over all problems"""
     counts: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
-    """by problem: samples and passes"""
+    """number of samples and of passes, by problem id"""
     _order: list[int] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -49,46 +55,46 @@ class Curriculum:
             raise ValueError("task.curriculum.memory must be from 0 to 1.")
         if not isinstance(self.task, ProblemSet) or not isinstance(self.task, FilteredTask):
             raise ValueError(
-                f"task.curriculum is for tasks with an end, and {self.task.name} has none: remove "
+                f"task.curriculum requires a finite task, and {self.task.name} is endless: remove "
                 "it."
             )
 
     @property
     def name(self) -> str:
-        """That of the task."""
+        """The task's name."""
         return self.task.name
 
     @property
     def problems(self) -> Sequence[Prompt]:
-        """Those of the task."""
+        """The task's problems."""
         return self.task.problems
 
     def prompt(self, index: int) -> Prompt:
-        """Return the index-th prompt: one of a weighted order without repetitions."""
+        """Return the index-th prompt, from a weighted order without replacement."""
         if not self._order:
             self._order = self._weighted_order()
         problem = self.problems[self._order[(index - self.num_observed) % len(self._order)]]
         return replace(problem, id=f"{problem.id}#{index}")
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """Ask the task."""
+        """Return the task's grade."""
         return self.task.grade(prompt, completion)
 
     @property
-    def answers(self) -> bool:
+    def is_environment(self) -> bool:
         """Whether the task is an environment."""
-        return answers(self.task)
+        return is_environment(self.task)
 
     def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
-        """Ask the task, if it is an environment."""
-        return reply_of(self.task, prompt, turns)
+        """Return the task's reply, if it is an environment."""
+        return reply_to(self.task, prompt, turns)
 
     def grade_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
-        """Ask the task."""
-        return grade_of(self.task, prompt, turns)
+        """Return the task's grade."""
+        return grade_completion(self.task, prompt, turns[-1].text, turns)
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Count the samples of graded groups that passed; ungraded ones say nothing."""
+        """Count samples and passes of graded groups; ungraded samples are ignored."""
         for group in groups:
             rewards = [grade.reward for grade in group.grades if math.isfinite(grade.reward)]
             passed = sum(reward >= self.pass_reward for reward in rewards)
@@ -103,24 +109,24 @@ class Curriculum:
         self._order = []
 
     def state(self) -> dict[str, Any]:
-        """Return the counts."""
+        """Return the counts as plain JSON values."""
         return {"num_observed": self.num_observed, "counts": self.counts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Restore what `state` returned."""
         self.num_observed = int(state["num_observed"])
         self.counts = {problem: list(counts) for problem, counts in state["counts"].items()}
         self._order = []
 
     def is_favored(self, problem: Prompt) -> bool:
-        """Whether a problem is in the band, or was never measured."""
+        """Whether a problem's pass rate is in the band, or not measured yet."""
         if problem.id not in self.counts:
             return True
         samples, passes = self.counts[problem.id]
         return self.low <= passes / samples <= self.high
 
     def statements(self) -> Collection[str]:
-        """Return those of the task."""
+        """Return the task's problems as they are in the data."""
         return self.task.statements()
 
     def without(self, statements: Collection[str], where: str) -> Self:
@@ -132,19 +138,19 @@ class Curriculum:
         return self._over(self.task.fitted(num_tokens, say))
 
     def describe(self) -> str:
-        """Say what the task has, and what is favored."""
+        """Return one line about the task's problems and the favored pass rates."""
         return (
             f"{self.task.describe()}; pass rates from {self.low:g} to {self.high:g} are "
             f"{self.weight:g} times as likely"
         )
 
     def _over(self, task: Problems) -> Self:
-        return replace(self, task=task)  # which has learnt nothing yet
+        return replace(self, task=task)  # without counts, which are still empty
 
     def _weighted_order(self) -> list[int]:
-        """Sample all problems without putting any back, each by its weight."""
+        """Return a permutation of the problems, sampled without replacement by weight."""
         rng = random.Random(f"{self.seed}:curriculum:{self.num_observed}")
-        # an exponential waiting time whose rate is the weight: the first to come was sampled first
+        # sorting by exponential times whose rates are the weights samples such a permutation
         times = [
             -math.log(1.0 - rng.random()) / (self.weight if self.is_favored(problem) else 1.0)
             for problem in self.problems

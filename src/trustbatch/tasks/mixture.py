@@ -8,12 +8,18 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Self
 
-from trustbatch.tasks.answering import answers, grade_of, reply_of
-from trustbatch.tasks.base import FilteredTask, LearningTask, Task
+from trustbatch.tasks.base import (
+    FilteredTask,
+    LearningTask,
+    Task,
+    grade_completion,
+    is_environment,
+    reply_to,
+)
 from trustbatch.types import Prompt, RolloutGroup, Turn
 
-LONGEST_PATTERN = 100_000
-"""prompts until the order of the parts repeats"""
+MAX_PATTERN_LENGTH = 100_000
+"""prompts before the order of the parts repeats"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Tasks that take turns, so evenly that no part is ever a whole prompt away from its share."""
+    """Interleaves tasks so evenly that no part is ever a whole prompt away from its share."""
 
     parts: Sequence[Mapping[str, Any]]
     seed: int = 0
@@ -35,7 +41,7 @@ class Mixture:
     tasks: dict[str, Part] = field(init=False, repr=False, compare=False)
     """by label"""
     pattern: list[tuple[str, int]] = field(init=False, repr=False, compare=False)
-    """the part whose turn it is, and how many turns it has had in the pattern before"""
+    """per position: the label of the part, and its number of earlier positions in the pattern"""
 
     def __post_init__(self) -> None:
         tasks = _build_parts(self.parts, seed=self.seed)
@@ -50,39 +56,40 @@ class Mixture:
         object.__setattr__(self, "pattern", pattern)
 
     def prompt(self, index: int) -> Prompt:
-        """Return the index-th prompt, which is the next one of the part whose turn it is."""
+        """Return the index-th prompt: the next one of the part at this position of the pattern."""
         repeats, position = divmod(index, len(self.pattern))
         label, turns = self.pattern[position]
         part = self.tasks[label]
         turns += repeats * int(part.share * len(self.pattern))
         prompt = part.task.prompt(turns)
-        # two parts may have the same ids
+        # the label keeps ids of different parts distinct
         return replace(prompt, id=f"{label}:{prompt.id}", task=label)
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """Ask the part that the prompt is from."""
+        """Return the grade of the part that the prompt is from."""
         return self.tasks[prompt.task].task.grade(self._original(prompt), completion)
 
     @property
-    def answers(self) -> bool:
+    def is_environment(self) -> bool:
         """Whether a part is an environment."""
-        return any(answers(part.task) for part in self.tasks.values())
+        return any(is_environment(part.task) for part in self.tasks.values())
 
     def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
-        """Ask the part that the prompt is from; one that is no environment is over at once."""
+        """Return the reply of the part that the prompt is from; None if it never replies."""
         task = self.tasks[prompt.task].task
-        return reply_of(task, self._original(prompt), turns)
+        return reply_to(task, self._original(prompt), turns)
 
     def grade_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
-        """Ask the part that the prompt is from."""
-        return grade_of(self.tasks[prompt.task].task, self._original(prompt), turns)
+        """Return the grade of the part that the prompt is from."""
+        task = self.tasks[prompt.task].task
+        return grade_completion(task, self._original(prompt), turns[-1].text, turns)
 
     def statements(self) -> Collection[str]:
-        """Return the problems of all parts that have an end."""
+        """Return the problems of all finite parts."""
         return [text for task in self._filtered().values() for text in task.statements()]
 
     def without(self, statements: Collection[str], where: str) -> Self:
-        """Return the mixture without problems that are also `where`."""
+        """Return the mixture without these problems."""
         return self._changed(lambda task: task.without(statements, where))
 
     def fitted(self, num_tokens: Callable[[Prompt], int], say: Callable[[str], None]) -> Self:
@@ -90,7 +97,7 @@ class Mixture:
         return self._changed(lambda task: task.fitted(num_tokens, say))
 
     def describe(self) -> str:
-        """Say in one line what each part has, and its share."""
+        """Return one line with each part's share and problems."""
         filtered = self._filtered()
         texts = []
         for label, part in self.tasks.items():
@@ -101,22 +108,22 @@ class Mixture:
         return " | ".join(texts)
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Tell each part that learns about its own groups."""
+        """Pass each learning part its own groups."""
         for label, task in self._learning().items():
             own = [group for group in groups if group.prompt.task == label]
             task.observe([replace(g, prompt=self._original(g.prompt)) for g in own])
 
     def state(self) -> dict[str, Any]:
-        """Return what the parts have learnt, by label."""
+        """Return the states of the learning parts, by label."""
         return {label: task.state() for label, task in self._learning().items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Restore what `state` returned."""
         for label, task in self._learning().items():
             task.load_state(state[label])
 
     def _original(self, prompt: Prompt) -> Prompt:
-        """Return a prompt as its part made it."""
+        """Return a prompt as its part created it."""
         part = self.tasks[prompt.task].task
         return replace(prompt, id=prompt.id.removeprefix(f"{prompt.task}:"), task=part.name)
 
@@ -138,21 +145,21 @@ class Mixture:
 
 
 def even_order(shares: Sequence[Fraction]) -> list[int]:
-    """Return whose turn it is, until the order repeats; shares add up to 1.
+    """Return the part at each position until the order repeats; shares add up to 1.
 
-    Tijdeman's rule for the chairman assignment problem: among the parts that are behind, the one
-    whose turn must come first. After any number of turns a part has had its share of them within
-    1 - 1 / (2 k - 2), where k is the number of parts.
+    Tijdeman's rule for the chairman assignment problem: among the parts that are behind their
+    share, choose the one with the earliest deadline. At any position, the count of each part
+    differs from its share by at most 1 - 1 / (2 k - 2), where k is the number of parts.
     """
     if len(shares) == 1:
         return [0]
     length = math.lcm(*(share.denominator for share in shares))
-    if length > LONGEST_PATTERN:
+    if length > MAX_PATTERN_LENGTH:
         raise ValueError(
             f"The weights of task.parts make a pattern of {length:,} prompts: give weights with "
             "fewer digits."
         )
-    # in whole numbers: times `length`, and times 2 k - 2
+    # in integers: scaled by `length` and by 2 k - 2
     scale = 2 * len(shares) - 2
     weights = [int(share * length) for share in shares]
     turns = [0] * len(shares)
@@ -169,7 +176,7 @@ def even_order(shares: Sequence[Fraction]) -> list[int]:
 
 
 def _build_parts(parts: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, Part]:
-    from trustbatch.tasks import build_task
+    from trustbatch.tasks import build_task  # which imports this module
 
     if not isinstance(parts, Sequence) or not parts:
         raise ValueError("The task mixture needs [[task.parts]], each with a name and a weight.")
@@ -183,10 +190,10 @@ def _build_parts(parts: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, 
             raise ValueError(f"task.parts.{number}.name must be the name of a task.")
         label = options.pop("label", name)
         if label in built:
-            raise ValueError(f"task.parts has two called {label!r}: give each a label of its own.")
+            raise ValueError(f"task.parts has two parts named {label!r}: give each its own label.")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
             raise ValueError(f"task.parts.{number}.weight = {weight!r} must be above 0.")
-        # as decimals, so that 0.1 is a tenth
+        # through decimals, so that 0.1 is exactly a tenth
         weights.append(Fraction(Decimal(str(weight))))
         built[label] = build_task(name, seed=seed, **options)
     total = sum(weights)

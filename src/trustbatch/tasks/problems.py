@@ -1,6 +1,7 @@
-"""Problems with an answer: what the tasks that read data have in common.
+"""Problems with an answer: the base class of tasks that read data.
 
-A task is a class with the name of its data set on the hub, `plain` to read its rows, and `grade`.
+A subclass names its data set on the hub, and overrides `standard_row` if the columns have other
+names, and `grade` if the answers are not math.
 """
 
 import copy
@@ -10,23 +11,28 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Self
 
-from trustbatch.tasks.hub import HubDataset
-from trustbatch.tasks.rows import read_rows
-from trustbatch.tasks.same_problem import words_of
-from trustbatch.tasks.templates import find_template
+from trustbatch.errors import did_you_mean
+from trustbatch.math_grading.grade import grade_math
+from trustbatch.tasks.data_files import HubDataset, read_rows
+from trustbatch.tasks.filters import normalized_words, statements_of
 from trustbatch.types import Prompt
 
-NUM_BETWEEN_LINES = 5000
-"""prompts tokenized from one line of progress to the next"""
+PROMPTS_PER_PROGRESS_LINE = 5000
+TEMPLATES = {
+    "plain": "{problem}",
+    "boxed": (
+        "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemTask:
-    """Rows of a data set, shuffled anew in each epoch by the seed."""
+    """Rows of a data set, reshuffled in each epoch by the seed."""
 
     hub: ClassVar[HubDataset | None] = None
-    """where the data is unless `path` is given"""
-    usual_template: ClassVar[str] = "boxed"
+    """the data set that is read if `path` is not set"""
+    default_template: ClassVar[str] = "boxed"
     drops_duplicates: ClassVar[bool] = True
 
     name: str
@@ -46,25 +52,25 @@ class ProblemTask:
     exclude: tuple[str, ...] = ()
     problems: list[Prompt] = field(init=False, repr=False, compare=False)
     left_out: dict[str, int] = field(init=False, repr=False, compare=False)
-    """how many problems, by what was wrong with them"""
+    """number of problems by the reason for leaving them out"""
     _statements: dict[str, str] = field(init=False, repr=False, compare=False)
     """problems as they are in the data, by id"""
 
     def __post_init__(self) -> None:
         self._refuse_wrong_options()
-        template = find_template(self.template or self.usual_template)
+        template = find_template(self.template or self.default_template)
         problems: dict[str, Prompt] = {}
         statements: dict[str, str] = {}
         left_out: dict[str, int] = {}
         seen: set[tuple[str, str]] = set()
-        for number, row in enumerate(map(self.plain, self.rows())):
+        for number, row in enumerate(map(self.standard_row, self.rows())):
             statement, answer = self._read(number, row)
             reason = self._reason_against(row, statement, answer, seen)
             if reason is not None:
                 left_out[reason] = left_out.get(reason, 0) + 1
                 continue
             key = str(number if row.get("id") is None else row["id"])
-            if key in problems:  # equal ids would sample equal samples
+            if key in problems:  # prompts with equal ids would get the same random numbers
                 key = f"{key}@{number}"
             statements[key] = statement
             problems[key] = Prompt(
@@ -79,13 +85,11 @@ class ProblemTask:
         self._set(problems=list(problems.values()), left_out=left_out, _statements=statements)
         self._refuse_empty()
         for source in self.exclude:
-            from trustbatch.tasks.overlap import statements_of  # which builds tasks by name
-
             rest = self.without(statements_of(source, seed=self.seed), source.rpartition("/")[2])
             self._set(problems=rest.problems, left_out=rest.left_out)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the problems behind: what is sent to another process grades there."""
+        """Drop the problems: a task sent to another process only grades there."""
         return {k: v for k, v in vars(self).items() if k not in ("problems", "_statements")}
 
     def __copy__(self) -> Self:
@@ -94,14 +98,14 @@ class ProblemTask:
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # nothing of it ever changes
+        return self  # immutable
 
     def rows(self) -> Iterable[Mapping[str, Any]]:
         """Return the rows of the file, or of the data set on the hub."""
         if self.path is not None:
             if self.split is not None:
                 raise ValueError(
-                    "task.split chooses among the hub's files: remove it, or remove task.path."
+                    "task.split selects a split on the hub: remove it, or remove task.path."
                 )
             return read_rows(self.path)
         if self.hub is None:
@@ -114,44 +118,47 @@ class ProblemTask:
             )
         return (row for file in self.hub.fetch(split) for row in read_rows(file))
 
-    def plain(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a row with the fields `problem` and `answer`, where the data has other ones."""
+    def standard_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the row with the fields `problem` and `answer`."""
         return row
 
     def details(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the grader needs beside the answer."""
+        """Return what the grader needs in addition to the answer."""
         return {}
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if the completion's final answer is worth the same as the row's; otherwise 0.
+        """1 if the completion's final answer equals the row's; otherwise 0.
 
-        A template that asks for a box is taken at its word, and thinking must have ended.
+        A template with a box requires one, and thinking must have ended.
         """
-        from trustbatch.math_grading.math_answers import grade_math
 
         return grade_math(
             completion,
             prompt.answer,
-            require_boxed=r"\boxed" in find_template(self.template or self.usual_template),
+            require_boxed=r"\boxed" in find_template(self.template or self.default_template),
             thinking=bool(self.thinking),
         )
 
     def prompt(self, index: int) -> Prompt:
-        """Return the index-th prompt of the endless stream; each epoch has its own order."""
+        """Return the index-th prompt of the endless stream; the order differs per epoch."""
         epoch, position = divmod(index, len(self.problems))
         order = _epoch_order(self.seed, epoch, len(self.problems), self.shuffle)
         problem = self.problems[order[position]]
         return replace(problem, id=f"{problem.id}#{epoch}")
 
     def statements(self) -> Collection[str]:
-        """Return the problems as they are in the data, without the words around them."""
+        """Return the problems as they are in the data, without the template."""
         return [self._statements[problem.id] for problem in self.problems]
 
     def without(self, statements: Collection[str], where: str) -> Self:
-        """Return the task without problems that are also `where`; all by `words_of`."""
-        unwanted = {words_of(statement) for statement in statements}
+        """Return the task without these problems, compared by `normalized_words`."""
+        unwanted = {normalized_words(statement) for statement in statements}
         return self._keep(
-            [p for p in self.problems if words_of(self._statements[p.id]) not in unwanted],
+            [
+                problem
+                for problem in self.problems
+                if normalized_words(self._statements[problem.id]) not in unwanted
+            ],
             f"also in {where}",
         )
 
@@ -163,12 +170,12 @@ class ProblemTask:
         for number, problem in enumerate(self.problems, start=1):
             if num_tokens(problem) <= self.max_prompt_tokens:
                 kept.append(problem)
-            if number % NUM_BETWEEN_LINES == 0:
+            if number % PROMPTS_PER_PROGRESS_LINE == 0:
                 say(f"{self.name}: tokenized {number:,} of {len(self.problems):,} prompts")
         return self._keep(kept, f"longer than {self.max_prompt_tokens} tokens")
 
     def describe(self) -> str:
-        """Say in one line how many problems there are, and how many were left out and why."""
+        """Return one line with the number of problems, and of those left out by reason."""
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
         return f"{self.name}: {len(self.problems):,} problems" + (
             f"; left out: {reasons}" if reasons else ""
@@ -180,7 +187,7 @@ class ProblemTask:
 
     def _keep(self, problems: list[Prompt], reason: str) -> Self:
         num_less = len(self.problems) - len(problems)
-        # a reason is told also where it left out nothing: that it was looked for is worth knowing
+        # also report filters that left out nothing: it shows that they were applied
         left_out = self.left_out | {reason: self.left_out.get(reason, 0) + num_less}
         rest = copy.copy(self)
         rest._set(problems=problems, left_out=left_out)
@@ -190,7 +197,7 @@ class ProblemTask:
     def _reason_against(
         self, row: Mapping[str, Any], statement: str, answer: str, seen: set[tuple[str, str]]
     ) -> str | None:
-        """Return why a row is left out; None, and its words go to `seen`, where it is not."""
+        """Return why a row is left out, or None; adds the words of a kept row to `seen`."""
         if self.difficulty is not None:
             low, high = self.difficulty
             measured = row.get(self.difficulty_field)
@@ -199,8 +206,8 @@ class ProblemTask:
             if not low < measured < high:
                 return f"not of {self.difficulty_field} between {low:g} and {high:g}"
         if self.drops_duplicates if self.deduplicate is None else self.deduplicate:
-            # the same words with another answer may differ in a sign
-            words = words_of(statement), words_of(answer)
+            # equal words with different answers may differ in a sign
+            words = normalized_words(statement), normalized_words(answer)
             if words in seen:
                 return "duplicates"
             seen.add(words)
@@ -229,8 +236,8 @@ class ProblemTask:
             )
         if not self.difficulty[0] < self.difficulty[1]:
             raise ValueError(
-                f"task.difficulty = {list(self.difficulty)} leaves nothing: the first of the two "
-                "is the lower one."
+                f"task.difficulty = {list(self.difficulty)} leaves nothing: give the lower one "
+                "first."
             )
 
     def _read(self, number: int, row: Mapping[str, Any]) -> tuple[str, str]:
@@ -253,3 +260,14 @@ def _epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> list[in
     if shuffle:
         random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
+
+
+def find_template(template: str) -> str:
+    """Return the text of a template, given by name or as the text itself."""
+    text = TEMPLATES.get(template, template)
+    if "{problem}" not in text:
+        raise ValueError(
+            "task.template must contain {problem}, where the problem is inserted, or be one of "
+            f"{', '.join(TEMPLATES)}{did_you_mean(template, TEMPLATES)}."
+        )
+    return text

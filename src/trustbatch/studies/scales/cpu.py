@@ -7,7 +7,7 @@ learning rate. docs/cpu-scale.md has what dies here beside what dies on a real m
 from trustbatch.models.derail import MAX_TOKENS
 from trustbatch.studies.scales.scale import HeldOutTask, Scale, Suite
 from trustbatch.studies.tiny_models import DERAIL_MODEL, OTHER_DERAIL_MODEL
-from trustbatch.tasks.derail_language import NUM_HELD_OUT
+from trustbatch.tasks.derail import NUM_HELD_OUT
 
 STEPS = 20
 HELD_OUT = {"name": "derail", "split": "test"}

@@ -1,4 +1,4 @@
-"""Tasks that answer: an environment replies to a completion, and the policy goes on.
+"""Example environments: tasks that reply to a completion, after which the policy continues.
 
-`base.py` says what one is; the other files are examples, each in `trustbatch.tasks.TASKS`.
+`trustbatch.tasks.base.Environment` is the interface; each example is in `trustbatch.tasks.TASKS`.
 """

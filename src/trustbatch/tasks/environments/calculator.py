@@ -1,4 +1,4 @@
-"""Calculator: the policy may ask for the value of an expression before it answers."""
+"""Calculator: the policy may evaluate expressions with a tool before it answers."""
 
 import ast
 import operator
@@ -14,7 +14,7 @@ INSTRUCTION = (
     "{opening}12*34{closing}, and I answer with its value. Then answer with the number alone."
 )
 MAX_CHARACTERS = 64
-"""of an expression: without powers, so short a one can't become a large number"""
+"""in an expression: without powers, such a short one can't have a huge value"""
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -25,14 +25,14 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Calculator:
-    """Products of two numbers of so many digits; 1 for exactly the right number."""
+    """Products of two numbers with `digits` digits each; 1 for exactly the right number."""
 
     seed: int = 0
     digits: int = 3
     opening: str = "<calc>"
     closing: str = "</calc>"
     refusal: str = "error"
-    """the answer to what can't be computed"""
+    """the reply to an invalid expression"""
     instruction: str = INSTRUCTION
     name: str = "calculator"
 
@@ -57,16 +57,16 @@ class Calculator:
         )
 
     def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
-        """Return the value of an expression at the end of the turn; without one it is over."""
-        said = turns[-1].text.strip()
-        if not said.endswith(self.closing):
+        """Return the value of the expression at the end of the turn; without one, end."""
+        text = turns[-1].text.strip()
+        if not text.endswith(self.closing):
             return None
-        call = said.removesuffix(self.closing)
+        call = text.removesuffix(self.closing)
         value = calculate(call.rpartition(self.opening)[-1] if self.opening else call)
         return self.refusal if value is None else str(value)
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 where the last turn is the number and nothing else, surrounding white space aside."""
+        """1 if the last turn is exactly the number, ignoring surrounding white space."""
         return float(completion.strip() == prompt.answer)
 
 
@@ -87,4 +87,4 @@ def _value(node: ast.expr) -> int:
         return -_value(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-    raise ArithmeticError("not an expression that is computed here")
+    raise ArithmeticError("unsupported expression")

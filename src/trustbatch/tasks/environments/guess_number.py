@@ -1,4 +1,4 @@
-"""Guess the number: the environment says "higher" or "lower" until it is found."""
+"""Guess the number: the environment replies "higher" or "lower" until the guess is right."""
 
 import random
 import re
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trustbatch.types import Prompt, Role, Turn
 
 MAX_DIGITS = 9
-"""of a guess: Python refuses to read numbers of thousands of digits"""
+"""of a guess: Python refuses to parse numbers with thousands of digits"""
 INVITATION = (
     "I think of a whole number from 1 to {highest}. Guess it: answer with a number alone. After "
     "each guess I say {higher} or {lower}; you have {guesses} guesses."
@@ -17,9 +17,9 @@ INVITATION = (
 
 @dataclass(frozen=True, kw_only=True)
 class GuessNumber:
-    """Rewarded with 1 for the right number within `guesses`; by halving, 3 are enough for 1 to 7.
+    """Reward 1 for the right number within `guesses`; with bisection, 3 are enough for 1 to 7.
 
-    Without a look at the answers, nobody does better than guesses / highest.
+    A policy that ignores the replies can't do better than guesses / highest.
     """
 
     seed: int = 0
@@ -35,7 +35,7 @@ class GuessNumber:
             raise ValueError("task.highest and task.guesses must be at least 1, and not huge.")
 
     def prompt(self, index: int) -> Prompt:
-        """Return the index-th game; all look the same."""
+        """Return the index-th game; all have the same text."""
         secret = random.Random(f"{self.seed}:{index}").randint(1, self.highest)
         text = self.invitation.format(
             highest=self.highest, guesses=self.guesses, higher=self.higher, lower=self.lower
@@ -43,7 +43,7 @@ class GuessNumber:
         return Prompt(id=f"{self.name}:{self.seed}:{index}", text=text, answer=str(secret))
 
     def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
-        """Say where the number lies; no more after the last guess, or one that is no number."""
+        """Reply "higher" or "lower"; end after the last guess or one that is not a number."""
         guess, secret = _number(turns[-1].text), int(prompt.answer)
         num_guesses = sum(turn.role is Role.POLICY for turn in turns)
         if guess is None or guess == secret or num_guesses >= self.guesses:
@@ -51,11 +51,11 @@ class GuessNumber:
         return self.higher if guess < secret else self.lower
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 where the last guess is right: a right one is always the last."""
+        """1 if the last guess is right: a right guess always ends the game."""
         return float(_number(completion) == int(prompt.answer))
 
 
 def _number(text: str) -> int | None:
-    """Return the last whole number of a turn; digits beyond any secret's are no number."""
+    """Return the last whole number of a turn; None if there is none, or it is too long."""
     numbers = re.findall(r"[0-9]+", text)
     return int(numbers[-1]) if numbers and len(numbers[-1]) <= MAX_DIGITS else None

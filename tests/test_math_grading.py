@@ -1,4 +1,4 @@
-"""The grader of mathematics: never a reward for a wrong answer, never a hang."""
+"""The math grader: never a reward for a wrong answer, never a hang."""
 
 import gzip
 import itertools
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from shared_data import shared_data
 from trustbatch.errors import RewardError
-from trustbatch.math_grading import math_answers
-from trustbatch.math_grading.expression import NotReadable, read
-from trustbatch.math_grading.final_answers import final_answer
-from trustbatch.math_grading.math_answers import grade_math
+from trustbatch.math_grading import grade
+from trustbatch.math_grading.extract import final_answer
+from trustbatch.math_grading.formula import ParseError, parse_formula
+from trustbatch.math_grading.grade import grade_math
 from trustbatch.math_grading.values import equal
 
 PAIRS = Path(__file__).parent / "data" / "grader_pairs.jsonl"
@@ -84,7 +84,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_texts_take_no_time(name: str) -> None:
+def test_hostile_texts_are_graded_quickly(name: str) -> None:
     completion, answer, reward = HOSTILE[name]
     start = time.perf_counter()
     assert grade_math(completion, answer) == reward
@@ -137,13 +137,13 @@ def test_thinking_that_the_prompt_has_opened_must_end() -> None:
     assert grade_math(unfinished, "5") == 1.0
 
 
-def test_a_reference_that_is_empty_is_a_fault_of_the_data() -> None:
+def test_an_empty_reference_is_an_error() -> None:
     with pytest.raises(RewardError, match="reference answer is empty"):
         grade_math(boxed("5"), " ")
 
 
 def test_without_math_verify_only_what_needs_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_answers, "has_math_verify", lambda: False)
+    monkeypatch.setattr(grade, "has_math_verify", lambda: False)
     assert grade_math(boxed(r"\frac{\sqrt{8}}{2}"), r"\sqrt{2}") == 1.0
     assert grade_math(boxed(r"(1, \frac{1}{2}]"), "(1, 0.5]") == 1.0
     assert grade_math(boxed("no formula"), r"\sqrt{2}") == 0.0
@@ -153,7 +153,7 @@ def test_without_math_verify_only_what_needs_it_fails(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", EVALUATION_FILES)
 def test_real_answers_equal_themselves(name: str) -> None:
-    """In a box, and in another spelling that only reading them as formulas can see through."""
+    """In a box, and in another spelling that is only equal when parsed as a formula."""
     answers = [str(row["answer"]) for row in rows(name)]
     same = [grade_math(f"so {boxed(answer)}.", answer) for answer in answers]
     assert sum(same) >= 0.99 * len(answers)
@@ -207,15 +207,15 @@ FORMULAS = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(FORMULAS)
 def test_a_formula_equals_itself_and_not_the_next(formula: str) -> None:
-    tree = read(formula)
-    assert equal(tree, read(f"1 + {formula} - 1"))
-    assert equal(read(f"2({formula})"), read(f"({formula}) + {formula}"))
-    assert not equal(tree, read(rf"{formula} + \frac{{1}}{{10^{{40}}}}"))
+    tree = parse_formula(formula)
+    assert equal(tree, parse_formula(f"1 + {formula} - 1"))
+    assert equal(parse_formula(f"2({formula})"), parse_formula(f"({formula}) + {formula}"))
+    assert not equal(tree, parse_formula(rf"{formula} + \frac{{1}}{{10^{{40}}}}"))
 
 
 @pytest.mark.parametrize(
     "text", ["2 3", "x2", "1/2x", "x^2^3", "5!!", r"\sin x (y)", r"\foo", "", "(", "5)", "^2", "a="]
 )
-def test_what_has_no_single_meaning_is_refused(text: str) -> None:
-    with pytest.raises(NotReadable):
-        read(text)
+def test_ambiguous_formulas_are_refused(text: str) -> None:
+    with pytest.raises(ParseError):
+        parse_formula(text)

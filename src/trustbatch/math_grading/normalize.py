@@ -1,4 +1,4 @@
-r"""Cleaning: one spelling for the many that LaTeX and Unicode have for the same formula."""
+r"""Normalization: one spelling for the many ways to write a formula in LaTeX and Unicode."""
 
 # ruff: noqa: RUF001 (signs that look alike are what this file is about)
 import re
@@ -34,8 +34,8 @@ _STEPS: list[tuple[re.Pattern[str], str]] = [
         (r"\\(?:displaystyle|textstyle|limits|nolimits|bf|rm|it|,|;|:|!|>|quad|qquad)(?![a-zA-Z])",
          " "),
         (r"(?<!\\)\\\s|~", " "),
-        (r"(?<=\d),\s+(?=\d{3}(?!\d))", ";"),  # a list: no space is put behind a thousand's comma
-        (r"(?<=\d)(?:\s+\.\s*|\.\s+)(?=\d)", r"\\point "),  # neither a decimal nor a product
+        (r"(?<=\d),\s+(?=\d{3}(?!\d))", ";"),  # a list: thousands separators have no space after
+        (r"(?<=\d)(?:\s+\.\s*|\.\s+)(?=\d)", r"\\point "),  # neither a decimal point nor a product
         (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:dbinom|tbinom)(?![a-zA-Z])", r"\\binom"),
@@ -68,17 +68,17 @@ _STEPS: list[tuple[re.Pattern[str], str]] = [
 _NEEDLESS_SPACE = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
 
 
-def clean(text: str) -> str:
-    """Return a formula in one spelling; the meaning stays the same, and linear time is enough."""
-    text = with_plain_signs(text)
+def normalize(text: str) -> str:
+    """Return a formula in its canonical spelling, in linear time."""
+    text = with_ascii_signs(text)
     for pattern, replacement in _STEPS:
         text = pattern.sub(replacement, text)
     text = text.strip().rstrip(".,;:").strip()
     return _NEEDLESS_SPACE.sub("", text)
 
 
-def with_plain_signs(text: str) -> str:
-    """Return a text with ASCII digits, and with ASCII or a command for each sign of mathematics."""
+def with_ascii_signs(text: str) -> str:
+    """Return a text with ASCII digits, and with ASCII or a LaTeX command for each math symbol."""
     if text.isascii():
         return text
     text = _SUPERSCRIPT_RUN.sub(lambda run: f"^{{{run.group().translate(_SUPERSCRIPTS)}}}", text)
@@ -86,7 +86,7 @@ def with_plain_signs(text: str) -> str:
 
 
 def _ascii_digit(character: str) -> str:
-    """Return digits of other scripts as 0 to 9, and anything else as it is."""
+    """Return digits of other scripts as 0 to 9, and any other character unchanged."""
     if character.isascii() or unicodedata.category(character) != "Nd":
         return character
     return str(unicodedata.decimal(character))

@@ -1,7 +1,7 @@
-r"""Reading a formula: from cleaned LaTeX to a tree that can be evaluated.
+r"""Parsing a formula: from normalized LaTeX to a tree that can be evaluated.
 
-What has no single meaning is refused, and then counts only as the text that it is: two numbers side
-by side, a product behind a slash such as 1/2x, a command that is not known.
+Ambiguous input is refused and then compared as text only: two adjacent numbers, a product after a
+slash such as 1/2x, an unknown command.
 """
 
 import re
@@ -29,8 +29,8 @@ _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
 _CLOSES = {"(": ")", "[": "]", "{": "}", r"\{": r"\}"}
 
 
-class NotReadable(ValueError):
-    """The text is no formula, or none with a single meaning."""
+class ParseError(ValueError):
+    """The text is not a formula, or an ambiguous one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class Node:
         return names.union(*(part.symbols() for part in self.parts))
 
 
-def read(text: str) -> Node:
-    """Return the tree of a cleaned formula, or raise NotReadable."""
+def parse_formula(text: str) -> Node:
+    """Return the tree of a normalized formula, or raise ParseError."""
     if len(text) > MAX_LENGTH:
-        raise NotReadable("too long")
-    reader = _Reader(_tokens(text))
-    tree = reader.sum(0)
-    if reader.here is not None:
-        raise NotReadable(f"unexpected {reader.here!r}")
+        raise ParseError("too long")
+    parser = _Parser(_tokens(text))
+    tree = parser.sum(0)
+    if parser.current is not None:
+        raise ParseError(f"unexpected {parser.current!r}")
     return tree
 
 
@@ -68,7 +68,7 @@ def _tokens(text: str) -> list[str]:
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
-            raise NotReadable(f"unknown character {text[position]!r}")
+            raise ParseError(f"unknown character {text[position]!r}")
         position = match.end()
         if match.lastgroup == "space":
             continue
@@ -89,8 +89,8 @@ def _split_digits(text: str, position: int, tokens: list[str]) -> int:
     return position
 
 
-class _Reader:
-    """Recursive descent; each method reads one level of binding, and counts the depth."""
+class _Parser:
+    """Recursive descent: each method parses one level of precedence and tracks the depth."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens
@@ -98,49 +98,49 @@ class _Reader:
         self.open_bars = 0
 
     @property
-    def here(self) -> str | None:
+    def current(self) -> str | None:
         return self.tokens[self.position] if self.position < len(self.tokens) else None
 
     def take(self) -> str:
-        token = self.here
+        token = self.current
         if token is None:
-            raise NotReadable("it ends too early")
+            raise ParseError("it ends too early")
         self.position += 1
         return token
 
     def expect(self, token: str) -> None:
         if self.take() != token:
-            raise NotReadable(f"{token!r} is missing")
+            raise ParseError(f"{token!r} is missing")
 
     def sum(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
-            raise NotReadable("nested too deep")
-        # of any length, but not nested: a walk over the tree must not go too deep
+            raise ParseError("nested too deep")
+        # flat rather than nested: recursion over a long sum must not go too deep
         terms = [self.signed(depth)]
-        while self.here in ("+", "-"):
+        while self.current in ("+", "-"):
             terms.append(self.signed(depth))
         return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
 
     def signed(self, depth: int) -> Node:
-        sign = self.take() if self.here in ("+", "-") else "+"
+        sign = self.take() if self.current in ("+", "-") else "+"
         term = self.product(depth)
         return term if sign == "+" else Node("negate", (term,))
 
     def product(self, depth: int) -> Node:
         factors = self.juxtaposed(depth)
-        while self.here in ("*", "/", r"\cdot", r"\times", r"\div"):
+        while self.current in ("*", "/", r"\cdot", r"\times", r"\div"):
             divides = self.take() in ("/", r"\div")
-            if self.here == "-":
+            if self.current == "-":
                 self.take()
                 factors.append(Node("number", value=Fraction(-1)))
             more = self.juxtaposed(depth)
             if divides and len(more) > 1:
-                raise NotReadable("a product behind a slash can be read in two ways")
+                raise ParseError("a product after a slash is ambiguous")
             factors += [Node("reciprocal", (more[0],))] if divides else more
         return factors[0] if len(factors) == 1 else Node("multiply", tuple(factors))
 
     def juxtaposed(self, depth: int) -> list[Node]:
-        """Read factors without a sign between them, such as 2xy."""
+        """Parse factors without an operator between them, such as 2xy."""
         mixed = self.mixed_number(depth)
         factors = [self.power(depth) if mixed is None else mixed]
         while self.starts_factor():
@@ -149,15 +149,15 @@ class _Reader:
         return factors
 
     def refuse_number(self, before: Node) -> None:
-        """Refuse 2 3 and x2, which have no single meaning; n 2^n and 9! 8! have one."""
-        if self.here is None or self.here[0] not in "0123456789.":
+        """Refuse 2 3 and x2, which are ambiguous; n 2^n and 9! 8! are not."""
+        if self.current is None or self.current[0] not in "0123456789.":
             return
         after = self.tokens[self.position + 1 : self.position + 2]
         if before.kind == "number" or after not in (["^"], ["!"]):
-            raise NotReadable("a number behind another factor")
+            raise ParseError("a number after another factor")
 
     def starts_factor(self) -> bool:
-        token = self.here
+        token = self.current
         if token is None or token in (
             "+", "-", "*", "/", "^", "_", "!", "'", ")", "]", "}", r"\}", ",", "=", "<", ">",
             r"\cdot", r"\times", r"\div", r"\%", r"\rfloor", r"\rceil",
@@ -166,9 +166,9 @@ class _Reader:
         return token != "|" or not self.open_bars
 
     def mixed_number(self, depth: int) -> Node | None:
-        r"""Read 1\frac{4}{5} as nine fifths; an improper fraction behind a number is refused."""
+        r"""Parse 1\frac{4}{5} as nine fifths; an improper fraction after a number is refused."""
         start = self.position
-        whole = self.here
+        whole = self.current
         if whole is None or not whole.isdigit() or self.tokens[start + 1 : start + 2] != [r"\frac"]:
             return None
         self.position += 2
@@ -178,21 +178,21 @@ class _Reader:
             return None
         above, below = parts[0].value, parts[1].value
         if not 0 <= above < below:
-            raise NotReadable("a number before an improper fraction")
+            raise ParseError("a number before an improper fraction")
         return Node("number", value=_number(whole) + above / below)
 
     def power(self, depth: int) -> Node:
         base = self.postfix(depth)
-        if self.here == "^":
+        if self.current == "^":
             self.take()
             base = Node("power", (base, self.exponent(depth)))
-            if self.here == "^":
-                raise NotReadable("a double superscript")
+            if self.current == "^":
+                raise ParseError("a double superscript")
             base = self.factorials(base)
         return base
 
     def exponent(self, depth: int) -> Node:
-        if self.here in ("+", "-"):
+        if self.current in ("+", "-"):
             sign = self.take()
             part = self.argument(depth)
             return part if sign == "+" else Node("negate", (part,))
@@ -202,17 +202,17 @@ class _Reader:
         return self.factorials(self.atom(depth))
 
     def factorials(self, node: Node) -> Node:
-        if self.here == "!":
+        if self.current == "!":
             self.take()
             node = Node("factorial", (node,))
-        if self.here == r"\degree":
+        if self.current == r"\degree":
             self.take()
             node = Node("degrees", (node,))
         return node
 
     def argument(self, depth: int) -> Node:
-        """Read what a command or a superscript applies to: a group, or one atom."""
-        if self.here == "{":
+        """Parse the argument of a command or superscript: a group, or one atom."""
+        if self.current == "{":
             return self.group(depth)
         return self.atom(depth)
 
@@ -226,7 +226,7 @@ class _Reader:
 
     def atom(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
-            raise NotReadable("nested too deep")
+            raise ParseError("nested too deep")
         token = self.take()
         if token[0] in "0123456789.":
             return Node("number", value=_number(token))
@@ -243,7 +243,7 @@ class _Reader:
             return self.letter(token)
         if token.startswith("\\"):
             return self.command(token[1:], depth)
-        raise NotReadable(f"unexpected {token!r}")
+        raise ParseError(f"unexpected {token!r}")
 
     def letter(self, letter: str) -> Node:
         name = letter + self.suffix()
@@ -252,9 +252,9 @@ class _Reader:
         return Node("symbol", name=name)
 
     def suffix(self) -> str:
-        """Read subscripts and primes: they belong to the name of a variable."""
+        """Parse subscripts and primes, which are part of a variable's name."""
         suffix = ""
-        while self.here in ("_", "'"):
+        while self.current in ("_", "'"):
             token = self.take()
             suffix += token
             if token == "_":
@@ -284,7 +284,7 @@ class _Reader:
             return Node("multiply", (above, Node("reciprocal", (below,))))
         if name == "sqrt":
             degree = Node("number", value=Fraction(2))
-            if self.here == "[":
+            if self.current == "[":
                 degree = self.group(depth + 1)
             return Node("root", (degree, self.argument(depth + 1)))
         if name in FUNCTIONS:
@@ -293,30 +293,30 @@ class _Reader:
             inner = self.sum(depth + 1)
             self.expect("\\r" + name[1:])
             return Node("floor" if name == "lfloor" else "ceiling", (inner,))
-        raise NotReadable(f"unknown command \\{name}")
+        raise ParseError(f"unknown command \\{name}")
 
     def function(self, name: str, depth: int) -> Node:
         parts: tuple[Node, ...] = ()
-        if name == "log" and self.here == "_":
+        if name == "log" and self.current == "_":
             self.take()
             parts = (self.argument(depth),)
         exponent = None
-        if self.here == "^":
+        if self.current == "^":
             self.take()
             exponent = self.exponent(depth)
             if exponent.kind == "negate":
-                raise NotReadable("an inverse or a reciprocal")
-        is_bracketed = self.here in ("(", "[", "{")
+                raise ParseError("an inverse or a reciprocal")
+        is_bracketed = self.current in ("(", "[", "{")
         inner = self.group(depth) if is_bracketed else self.function_argument(depth)
         call = Node("call", (inner, *parts), name=name)
         return call if exponent is None else Node("power", (call, exponent))
 
     def function_argument(self, depth: int) -> Node:
-        """Read factors up to the next function: sin 2x cos y is sin(2x) cos(y)."""
+        """Parse factors up to the next function: sin 2x cos y is sin(2x) cos(y)."""
         factors = [self.power(depth)]
-        while self.starts_factor() and self.here not in [f"\\{name}" for name in FUNCTIONS]:
-            if self.here in ("(", "[", "|"):
-                raise NotReadable("where the argument of a function ends is not clear")
+        while self.starts_factor() and self.current not in [f"\\{name}" for name in FUNCTIONS]:
+            if self.current in ("(", "[", "|"):
+                raise ParseError("where the argument of a function ends is not clear")
             self.refuse_number(factors[-1])
             factors.append(self.power(depth))
         return factors[0] if len(factors) == 1 else Node("multiply", tuple(factors))

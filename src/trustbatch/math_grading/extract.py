@@ -2,18 +2,18 @@ r"""Finding the final answer in a completion.
 
 The rules, in this order:
 
-1. Where the text has `</think>`, only what follows the last one counts; with `<think>` alone, or
-   where the prompt has already opened the thinking, it never ended and there is no answer.
-2. The content of the last \boxed{...} is the answer, also where an earlier box says something
-   else; if the last box is never closed there is no answer, as its end is not known.
+1. If the text contains `</think>`, only the text after the last one counts. If it contains only
+   `<think>`, or the prompt has already opened it, thinking never ended and there is no answer.
+2. The content of the last \boxed{...} is the answer, whatever earlier boxes contain. If the last
+   box is never closed, there is no answer.
 3. Without a box, and unless `require_boxed`: the last formula between dollars (or \( \), \[ \]), or
-   behind it the last number where the reference is a number; but neither where what stands beside
-   it makes it a part of something larger, such as 3 1/2, 10^{-3} or 7 or 8. Else the whole text.
+   the last number after it if the reference is a number; but neither if its surroundings make it
+   part of something larger, such as 3 1/2, 10^{-3} or 7 or 8. Otherwise the whole text.
 """
 
 import re
 
-from trustbatch.math_grading.text import with_plain_signs
+from trustbatch.math_grading.normalize import with_ascii_signs
 
 _NUMBER = re.compile(r"(?:(?<![\w)\]}-])-)?\d+(?:,\d+)*(?:\.\d+)?(?:/\d+)?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -21,9 +21,9 @@ _FORMULA = re.compile(
     r"(?<!\\)\$\$(.+?)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
 _TAIL = 4000
-"""characters of a text without a box in which an answer is looked for"""
+"""characters at the end of a text without a box that are searched for an answer"""
 _BESIDE = 40
-"""characters on each side of a number that may make it a part of something larger"""
+"""characters on each side of a number that are checked for making it part of something larger"""
 _PART_BEFORE = re.compile(
     r"[\w^{}\\/.([]$|\d\*\*$|\d:$"
     r"|(?:[-+/|~≈<>^_\\{}]|(?<!\*)\*|[!<>]=|\d[ \t]+:|\d[ \t]*[,;]|[\d$][ \t])[ \t]*$"
@@ -51,9 +51,9 @@ def final_answer(
     is_number: bool = False,
     thinking: bool = False,
 ) -> str | None:
-    """Return the final answer by the rules above, or None where there is none.
+    """Return the final answer by the rules above, or None if there is none.
 
-    `is_number` says that the reference is one, `thinking` that the prompt opened the thinking.
+    `is_number`: the reference is a number. `thinking`: the prompt has opened <think>.
     """
     text = after_thinking(completion, thinking=thinking)
     if text is None:
@@ -64,13 +64,13 @@ def final_answer(
         return None if end is None else text[start:end]
     if require_boxed:
         return None
-    # before the tail stands what may be a part of its first number
+    # the tail may start within a number: the backslash keeps that number from standing alone
     tail = text if len(text) <= _TAIL else "\\" + text[-_TAIL:]
-    return _unboxed(with_plain_signs(tail), is_number=is_number) or text
+    return _unboxed(with_ascii_signs(tail), is_number=is_number) or text
 
 
 def after_thinking(completion: str, *, thinking: bool = False) -> str | None:
-    """Return what follows the thinking, or None if that never ended."""
+    """Return the text after </think>, or None if thinking never ended."""
     _, ended, after = completion.rpartition("</think>")
     if ended:
         return after
@@ -93,7 +93,7 @@ def _unboxed(text: str, *, is_number: bool) -> str | None:
 
 
 def _stands_alone(text: str, start: int, end: int) -> bool:
-    """Whether nothing beside a part of a text makes it a part of something larger."""
+    """Whether text[start:end] is not part of a larger expression."""
     if text[start - 1 : start] + text[end : end + 1] in ("()", "[]"):
         start, end = start - 1, end + 1
     before, after = text[max(start - _BESIDE, 0) : start], text[end : end + _BESIDE]
@@ -101,7 +101,7 @@ def _stands_alone(text: str, start: int, end: int) -> bool:
 
 
 def last_box(text: str) -> tuple[int, int | None] | None:
-    """Return where the content of the last box starts and ends; the end is None if it has none."""
+    """Return start and end of the content of the last box; the end is None if it is not closed."""
     start = None
     for match in _BOX.finditer(text):
         start = match.end()

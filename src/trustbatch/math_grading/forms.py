@@ -47,10 +47,10 @@ NOT_UNITS = frozenset(
         "under", "fewer", "greater", "smaller", "larger", "tens", "ones"
     ]
 )  # fmt: skip
-"""words behind a number that change it, or may"""
+"""words after a number that change its value, or may"""
 _FRACTION = re.compile(r"(?<!mon)(?<!leng)(?<!wid)(?<!dep)ths?$")
 _LETTERS = frozenset("mgshlnjwv")
-"""units of one letter; any other letter is a variable, or a thousand"""
+"""units of one letter; any other letter is a variable, or an abbreviation such as k for thousand"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Form:
     """An answer, or a part of one.
 
     `kind` is "scalar", "list", "union", "ratio", a pair of brackets such as "[)", the shape of a
-    matrix, or the signs of a relation such as "=" or "<,<". `text` is a scalar's, or the variable
-    whose values a set has.
+    matrix, or the signs of a relation such as "=" or "<,<". `text` is the text of a scalar, or the
+    variable that a set of values belongs to.
     """
 
     kind: str
@@ -70,8 +70,8 @@ class Form:
     is_percent: bool = False
 
 
-def read_form(text: str, *, inside: bool = False) -> Form:
-    """Return the form of a cleaned answer; `inside` brackets a comma never marks thousands."""
+def parse_form(text: str, *, inside: bool = False) -> Form:
+    """Return the form of a normalized answer; `inside` brackets, commas never mark thousands."""
     if not inside:
         if _depth(text) > MAX_DEPTH:
             return Form("scalar", text)
@@ -110,7 +110,7 @@ def _single(text: str) -> Form:
     bracketed = _bracketed(text)
     if bracketed is not None:
         return bracketed
-    if max(map(text.count, (r"\pm", r"\mp"))) == 1:  # several may or may not go together
+    if max(map(text.count, (r"\pm", r"\mp"))) == 1:  # several signs may or may not be coupled
         plus = text.replace(r"\pm", "+").replace(r"\mp", "-")
         minus = text.replace(r"\pm", "-").replace(r"\mp", "+")
         return _many("list", [plus, minus])
@@ -125,8 +125,8 @@ def _many(kind: str, texts: list[str]) -> Form:
         return Form("scalar", ",".join(texts))
     items: list[Form] = []
     for text in texts:
-        item = read_form(text, inside=True)
-        # 1, \pm 2 is a list of three; a set in a set is an element
+        item = parse_form(text, inside=True)
+        # 1, \pm 2 is a list of three; a set within a set is a single element
         is_flat = kind == item.kind == "list" and r"\{" not in text
         items += item.items if is_flat else (item,)
     return Form(kind, items=tuple(items))
@@ -136,9 +136,9 @@ def _matrix(environment: str, content: str) -> Form:
     rows = [_split(row, "&") for row in re.split(r"\\\\", content) if row.strip()]
     if not rows or len({len(row) for row in rows}) != 1:
         return Form("scalar", content)
-    # round and square brackets are two ways to write one matrix; bars are a determinant
+    # round and square brackets denote the same matrix; bars denote a determinant
     style = "matrix" if environment in ("pmatrix", "bmatrix", "matrix") else environment
-    cells = tuple(read_form(cell, inside=True) for row in rows for cell in row)
+    cells = tuple(parse_form(cell, inside=True) for row in rows for cell in row)
     return Form(f"{style} {len(rows)}x{len(rows[0])}", items=cells)
 
 
@@ -157,12 +157,12 @@ def _relation(text: str) -> Form | None:
     if not signs:
         return None
     parts.append(text[start:])
-    items = tuple(read_form(part, inside=True) for part in parts)
+    items = tuple(parse_form(part, inside=True) for part in parts)
     return _solved(parts, signs, items) or Form(",".join(signs), items=items)
 
 
 def _solved(parts: list[str], signs: list[str], items: tuple[Form, ...]) -> Form | None:
-    r"""Turn x > 3, 1 < x \le 2 and x \in S, with a lone variable, into the set that they mean."""
+    r"""Turn x > 3, 1 < x \le 2 and x \in S, with a single variable, into the set they describe."""
     flip = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
     infinity = Form("scalar", r"\infty"), Form("scalar", r"-\infty")
     if signs == [r"\in"] and is_name(parts[0]):
@@ -186,7 +186,7 @@ def _solved(parts: list[str], signs: list[str], items: tuple[Form, ...]) -> Form
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is a lone variable, or a function of one such as f(x)."""
+    """Whether a text is a single variable, or a function of one such as f(x)."""
     name = r"(?:[A-Za-z]|\\[a-zA-Z]+)'*(?:_(?:\w|\{[^{}]*\}))?'*"
     return re.fullmatch(rf"\s*{name}(?:\({name}\))?\s*", text) is not None
 
@@ -201,7 +201,7 @@ def names_value(form: Form) -> bool:
 
 
 def _bracketed(text: str) -> Form | None:
-    """Read (a, b), [a, b) and the like; brackets around a single thing are only brackets."""
+    """Parse (a, b), [a, b) and the like; brackets around a single item only group it."""
     braces = text.startswith(r"\{") and text.endswith(r"\}")
     if not braces and not (text[:1] in ("(", "[") and text[-1:] in (")", "]")):
         return None
@@ -210,11 +210,11 @@ def _bracketed(text: str) -> Form | None:
     inner = text[2:-2] if braces else text[1:-1]
     parts = _split(_WORD_LIST.sub(",", inner), ",;")
     if braces:
-        if re.search(r"(?<!\\)[|:]", inner):  # such that: a set by its property
+        if re.search(r"(?<!\\)[|:]", inner):  # "such that": set-builder notation
             return Form("scalar", text)
         return _many("list", [part for part in parts if part.strip()])
     if len(parts) == 1:
-        return read_form(inner, inside=True) if (text[0], text[-1]) == ("(", ")") else None
+        return parse_form(inner, inside=True) if (text[0], text[-1]) == ("(", ")") else None
     return _many(text[0] + text[-1], parts)
 
 
@@ -242,7 +242,7 @@ def _scalar(text: str) -> Form:
         if found.get("percent"):
             text, is_percent = rest, True
         elif found.get("degree"):
-            # the cosine of sixty degrees is a number, not an angle; pi is of an angle in radians
+            # cos 60 degrees is a number, not an angle; with pi the angle is in radians
             if not _FUNCTION.search(rest) and r"\degree" not in rest and r"\pi" not in rest:
                 text, unit = rest, "degree"
         else:
@@ -270,7 +270,7 @@ _SAME_UNITS = {
 
 
 def _unit_name(name: str, power: str | None, rest: str) -> str | None:
-    """Return one spelling of a unit, or None if the words are no unit."""
+    """Return the canonical spelling of a unit, or None if the words are not a unit."""
     words = re.findall(r"[a-z]+", name.lower())
     if not words or len(words) > 4 or NOT_UNITS.intersection(words) or re.search(r"\d", name):
         return None
@@ -288,8 +288,8 @@ def _unit_name(name: str, power: str | None, rest: str) -> str | None:
     return " ".join(singular) + (f"^{power}" if power else "")
 
 
-def words_of(text: str) -> str | None:
-    """Return an answer in words in one spelling, or None if it is a formula."""
+def normalized_words(text: str) -> str | None:
+    """Return an answer in words in a canonical spelling, or None if it is a formula."""
     stripped, count = _TEXT.subn(r"\1", text)
     plain = re.sub(r"\s+", " ", stripped).strip(' ."*')
     plain = re.sub(r"^\((.*)\)$", r"\1", plain).strip()
@@ -311,7 +311,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _split(text: str, separators: str) -> list[str]:
-    """Divide at separators outside all brackets."""
+    """Split at separators outside all brackets."""
     parts, depth, start, position = [], 0, 0, 0
     while position < len(text):
         character = text[position]
@@ -332,6 +332,6 @@ def _split(text: str, separators: str) -> list[str]:
 
 
 def _split_command(text: str, command: str) -> list[str]:
-    """Divide at a command outside all brackets."""
+    """Split at a command outside all brackets."""
     marked = re.sub(re.escape(command) + r"(?![a-zA-Z])", "\x00", text)
     return _split(marked, "\x00")

@@ -1,11 +1,11 @@
-r"""Grading answers to mathematical problems.
+r"""Comparing the final answer of a completion with the reference.
 
-Two answers are equal if they are the same text after cleaning, or have the same form
-(`answer_forms`) and equal parts: numbers exactly, formulas by their values (`math_values`). What
-only a computer algebra system can read, such as sums, integrals and limits, goes to math-verify.
+Two answers are equal if they are the same text after normalization, or have the same form
+(`forms`) and equal parts: numbers exactly, formulas by their values (`values`). What only a
+computer algebra system can parse, such as sums, integrals and limits, goes to math-verify.
 
-When in doubt an answer is wrong: a reward for a wrong answer is learnt at once, and one that is
-withheld from an odd spelling costs little.
+An ambiguous answer is graded as wrong: the policy quickly learns to exploit a reward for a wrong
+answer, while rejecting an unusual spelling costs little.
 """
 
 import importlib.util
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from trustbatch.errors import RewardError
-from trustbatch.math_grading.answer_forms import Form, is_name, names_value, read_form, words_of
-from trustbatch.math_grading.expression import Node, NotReadable, read
-from trustbatch.math_grading.final_answers import final_answer, last_box
-from trustbatch.math_grading.text import clean
+from trustbatch.math_grading.extract import final_answer, last_box
+from trustbatch.math_grading.forms import Form, is_name, names_value, normalized_words, parse_form
+from trustbatch.math_grading.formula import Node, ParseError, parse_formula
+from trustbatch.math_grading.normalize import normalize
 from trustbatch.math_grading.values import close, equal, proportional
 
-LONGEST_ANSWER = 10_000
-"""characters; a longer answer is equal to nothing but itself"""
+MAX_ANSWER_LENGTH = 10_000
+"""characters; longer answers are compared as text only"""
 _FOR_ALGEBRA = re.compile(r"\\(?:sum|prod|int|lim|max|min|gcd|lcm|det|bmod)(?![a-zA-Z])")
 _NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)(?:/0*[1-9]\d*)?")
 _SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})")
@@ -50,15 +50,15 @@ def grade_math(
     r"""1 if the completion's final answer equals the reference, otherwise 0.
 
     Args:
-        completion: the text of the model; `final_answers` says where its answer is looked for.
+        completion: the text of the model; `extract` has the rules for finding its answer.
         answer: the reference, in LaTeX or as plain text.
         require_boxed: an answer outside \boxed{} does not count.
-        decimals: numbers that are equal after rounding to so many decimals count.
-        tolerance: numbers whose difference is at most this part of the reference count.
-        percent: 39 counts for 39\% and the other way round; 0.39 always does.
-        require_unit: where the reference names a unit, the answer must name it; otherwise it may
-            leave it out, but never name another.
-        thinking: the prompt has opened the thinking, so an answer counts only behind </think>.
+        decimals: accept numbers that are equal after rounding to this many decimals.
+        tolerance: accept numbers within this relative difference of the reference.
+        percent: accept 39 for 39\% and vice versa; 0.39 is always accepted.
+        require_unit: if the reference has a unit, the answer must have it, too; otherwise the
+            answer may omit the unit, but must not have a different one.
+        thinking: the prompt has opened <think>, so only text after </think> is graded.
     """
     if not answer.strip():
         raise RewardError("The reference answer is empty: remove the row, or give it an answer.")
@@ -71,9 +71,9 @@ def grade_math(
     )
     if found is None or not found.strip():
         return 0.0
-    if len(found) > LONGEST_ANSWER or len(answer) > LONGEST_ANSWER:
+    if len(found) > MAX_ANSWER_LENGTH or len(answer) > MAX_ANSWER_LENGTH:
         return float(found.strip() == answer.strip())
-    given = clean(found)
+    given = normalize(found)
     if not given:
         return 0.0
     if given == reference:
@@ -83,7 +83,7 @@ def grade_math(
 
 
 def prepare() -> None:
-    """Load what the first hard answer would otherwise wait for."""
+    """Import mpmath in advance, so that its import does not count against a time limit."""
     import mpmath  # noqa: F401
 
 
@@ -95,22 +95,22 @@ def has_math_verify() -> bool:
 
 @lru_cache(maxsize=4096)
 def _reference(answer: str) -> str:
-    """Return the cleaned reference; one in a box is taken out of it."""
+    """Return the normalized reference, without a surrounding box."""
     boxed = last_box(answer)
     if boxed is not None and boxed[1] is not None:
         answer = answer[boxed[0] : boxed[1]]
-    return clean(answer)
+    return normalize(answer)
 
 
 @lru_cache(maxsize=4096)
 def _form(text: str) -> Form:
-    return read_form(text)
+    return parse_form(text)
 
 
 def _forms_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
-    """Whether an answer has the form of the reference, and all its parts."""
+    """Whether an answer has the form of the reference, with equal parts."""
     given, wanted = _without_name(given, wanted), _without_name(wanted, given)
-    given, wanted = _alone(given), _alone(wanted)
+    given, wanted = _unwrap_single(given), _unwrap_single(wanted)
     if given.kind != wanted.kind:
         return _flipped_equal(given, wanted, rules)
     if given.kind == "scalar":
@@ -126,19 +126,19 @@ def _forms_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
     return given.kind == "=" and _equations_equal(given, wanted)
 
 
-def _alone(form: Form) -> Form:
-    """A set of one answer is that answer."""
+def _unwrap_single(form: Form) -> Form:
+    """Return the element of a one-element list; any other form unchanged."""
     return form.items[0] if form.kind == "list" and len(form.items) == 1 else form
 
 
 def _without_name(form: Form, other: Form) -> Form:
-    """Take the value out of x = 5, or 2 + 3 = 5, where the other answer has no equals sign."""
+    """Reduce x = 5 or 2 + 3 = 5 to the value 5 if the other answer has no equals sign."""
     signs = set(form.kind.split(","))
     if signs != {"="} or "=" in other.kind:
         return form
     value, first = form.items[-1], form.items[0]
     before, after = _node(first.text), _node(value.text)
-    # in x = 1 = 2 one of the two is wrong, and nobody knows which
+    # in x = 1 = 2 it is undefined which of the two values is meant
     for middle in form.items[1:-1]:
         node = _node(middle.text)
         if node and not node.symbols() and not (after and equal(node, after)):
@@ -146,7 +146,7 @@ def _without_name(form: Form, other: Form) -> Form:
     if before and not before.symbols() and first.text not in ("e", "i"):
         if len(form.items) == 2 and is_name(value.text) and after and after.symbols():
             return first  # 5 = x
-        # a false equation such as 1 + 1 = 3 names no value
+        # a false equation such as 1 + 1 = 3 has no value
         return value if after and equal(before, after) else form
     return value if names_value(first) else form
 
@@ -172,7 +172,7 @@ def _same_items(given: tuple[Form, ...], wanted: tuple[Form, ...], rules: _Rules
 
 
 def _equations_equal(given: Form, wanted: Form) -> bool:
-    """Whether two equations say the same: one is the other times a constant."""
+    """Whether two equations are equivalent: one is the other times a constant."""
     sides = [_node(item.text) for form in (given, wanted) for item in form.items]
     if len(sides) != 4 or any(side is None for side in sides):
         return False
@@ -192,7 +192,7 @@ def _scalars_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
         return plain and given.text.lstrip("0") == wanted.text.lstrip("0")
     if given.text == wanted.text and given.is_percent == wanted.is_percent:
         return bool(given.text)
-    words = words_of(given.text), words_of(wanted.text)
+    words = normalized_words(given.text), normalized_words(wanted.text)
     if None not in words and words[0] == words[1]:
         return True
     if any(word is not None and len(word) > 1 for word in words):
@@ -225,25 +225,25 @@ def _scaled(node: Node, is_percent: bool) -> Node:
     return Node("multiply", (node, Node("reciprocal", (hundred,))))
 
 
-_HUNDRED = read("100")
+_HUNDRED = parse_formula("100")
 
 
 @lru_cache(maxsize=4096)
 def _node(text: str) -> Node | None:
-    """Return the tree of a formula, or None if it is none."""
+    """Return the tree of a formula, or None if the text can't be parsed."""
     scientific = _SCIENTIFIC.fullmatch(text)
     if scientific is not None:
         text = r"{}\cdot 10^{{{}}}".format(*scientific.groups())
     try:
-        return read(text)
-    except NotReadable:
+        return parse_formula(text)
+    except ParseError:
         return None
 
 
 def _equal_by_algebra(given: str, wanted: str) -> bool:
-    """Ask math-verify about sums, integrals and limits.
+    """Compare sums, integrals and limits with math-verify.
 
-    It folds letters and forgets primes, so the two must be written with the same ones.
+    math-verify ignores case and primes, so both texts must have the same variables.
     """
     if not _FOR_ALGEBRA.search(given) and not _FOR_ALGEBRA.search(wanted):
         return False
@@ -257,7 +257,7 @@ def _equal_by_algebra(given: str, wanted: str) -> bool:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # its own time limits use a signal; the limit here is that of the process that grades
+    # math-verify's own timeouts use signals; the grading process has a time limit already
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     as_is = NormalizationConfig(basic_latex=False, boxed="none")
     config = [LatexExtractionConfig(normalization_config=as_is)]
@@ -269,7 +269,7 @@ def _equal_by_algebra(given: str, wanted: str) -> bool:
 
 
 def _variables(text: str) -> set[str]:
-    """Return the letters outside commands, and primes, apart from an index of a sum."""
+    """Return the letters and primes outside commands, except bound variables of sums."""
     bound = set(re.findall(r"\\(?:sum|prod|lim)_\{?([A-Za-z])|d([A-Za-z])\b", text))
     letters = set(re.findall(r"[A-Za-z']", re.sub(r"\\[a-zA-Z]+", "", text)))
     return letters - {name for pair in bound for name in pair} - {"d"}

@@ -1,0 +1,189 @@
+"""Results as Markdown tables, and pass@k as a self-contained HTML page.
+
+Names of models and tasks are escaped: by `cell` in tables, by `text` in the page.
+"""
+
+from collections.abc import Sequence
+
+from trustbatch.evaluation.comparison import Comparison
+from trustbatch.evaluation.results import EvaluationResults, Score, TaskScores
+from trustbatch.evaluation.statistics import LEVEL, shown_ks
+from trustbatch.observe.charts import (
+    Axis,
+    Curve,
+    Frame,
+    Tick,
+    legend,
+    line_chart,
+    linear_axis,
+)
+from trustbatch.observe.page_parts import html_page, text
+
+FRAME = Frame(440, 270)
+PASS_AT_K_READING = (
+    "The probability that at least one of k samples is correct; the band is the 95% interval over "
+    "problems."
+)
+_PERCENT = f"{LEVEL:.0%}"
+
+
+def results_table(results: EvaluationResults) -> str:
+    """Return a table of one model's scores, with the sampling settings."""
+    scores = results.scores
+    settings = results.settings
+    ks = [k for k in shown_ks(settings["samples"]) if k > 1]
+    headings = ["task", "problems", f"pass@1 ({_PERCENT} interval)"]
+    headings += [*(f"pass@{k}" for k in ks), "truncated", "ungraded", "mean tokens"]
+    rows = [_row(score, ks) for score in scores]
+    return "\n".join(
+        [
+            f"# {cell(results.model)}",
+            "",
+            *markdown_table(headings, rows, num_words=1),
+            "",
+            f"{settings['samples']} samples of each problem at temperature "
+            f"{settings['temperature']:g}, top-p {settings['top_p']:g}, at most "
+            f"{settings['max_tokens']:,} tokens; seed {settings['seed']}, {settings['engine']} "
+            f"engine in {settings['precision']}.",
+            *_remarks(scores),
+            "",
+        ]
+    )
+
+
+def comparison_table(comparison: Comparison) -> str:
+    """Return a table of the differences between two models, with the verdict."""
+    headings = ["task", "problems", cell(comparison.first), cell(comparison.second)]
+    headings += [f"difference ({_PERCENT} interval)", "p-value"]
+    rows = [
+        [
+            cell(each.task),
+            f"{each.num_problems:,}",
+            f"{each.first:.3f}",
+            f"{each.second:.3f}",
+            f"{each.value:+.3f} ({each.low:+.3f} to {each.high:+.3f})",
+            f"{each.p_value:.4f}",
+        ]
+        for each in comparison.differences
+    ]
+    return "\n".join(
+        [
+            f"# pass@{comparison.k} of {cell(comparison.first)} and {cell(comparison.second)}",
+            "",
+            *markdown_table(headings, rows, num_words=1),
+            "",
+            cell(comparison.verdict),
+            "",
+        ]
+    )
+
+
+def _row(score: TaskScores, ks: Sequence[int]) -> list[str]:
+    first = score.at(1)
+    cells = [cell(score.name), f"{score.num_problems:,}"]
+    cells.append("-" if first is None else f"{first.value:.3f} ({_span(first)})")
+    cells += ["-" if (at := score.at(k)) is None else f"{at.value:.3f}" for k in ks]
+    return [
+        *cells,
+        f"{score.truncated_fraction:.1%}",
+        f"{score.num_ungraded:,}",
+        f"{score.mean_tokens:,.0f}",
+    ]
+
+
+def _span(score: Score) -> str:
+    return f"{score.low:.3f} to {score.high:.3f}"
+
+
+def _remarks(scores: Sequence[TaskScores]) -> list[str]:
+    remarks = []
+    if any(score.num_ungraded for score in scores):
+        remarks += [
+            "",
+            "Ungraded samples count neither as correct nor as wrong: pass@k is estimated from the "
+            "graded samples, over problems with at least k of them.",
+        ]
+        for score in scores:
+            last = score.at(score.num_samples)
+            used = 0 if last is None else last.num_problems
+            if used < score.num_problems:
+                remarks.append(
+                    f"pass@{score.num_samples} of {cell(score.name)} is over {used:,} of "
+                    f"{score.num_problems:,} problems."
+                )
+    return remarks
+
+
+def markdown_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int
+) -> list[str]:
+    """Return the lines of a table; columns after the first `num_words` are right-aligned."""
+    rule = ["---" if place < num_words else "---:" for place in range(len(headings))]
+    return [f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows)]
+
+
+def cell(text: str) -> str:
+    """Escape a text for a cell of a Markdown table."""
+    escaped = text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(escaped.split())
+
+
+def pass_at_k_page(models: Sequence[EvaluationResults]) -> str:
+    """Return a page with one chart per task and one line per model."""
+    scores = [model.scores for model in models]
+    names = dict.fromkeys(score.name for each in scores for score in each)
+    figures = "\n".join(
+        _figure(
+            name,
+            [(model.model, _find(each, name)) for model, each in zip(models, scores, strict=True)],
+        )
+        for name in names
+    )
+    title = " and ".join(model.model for model in models)
+    settings = models[0].settings
+    return html_page(
+        title=f"{title} · pass@k",
+        header=f"<h1>pass@k of {text(title)}</h1>",
+        sections=[
+            f'<section><p class="hint">{PASS_AT_K_READING} {settings["samples"]} samples of each '
+            f"problem at temperature {settings['temperature']:g}, top-p {settings['top_p']:g}, at "
+            f"most {settings['max_tokens']:,} tokens.</p>",
+            f'<div class="charts">{figures}</div></section>',
+        ],
+        is_live=False,
+    )
+
+
+def _find(scores: Sequence[TaskScores], name: str) -> TaskScores | None:
+    return next((score for score in scores if score.name == name), None)
+
+
+def _figure(name: str, models: Sequence[tuple[str, TaskScores | None]]) -> str:
+    curves = [
+        Curve(
+            number,
+            model,
+            [float(score.k) for score in scores.pass_at_k],
+            [score.value for score in scores.pass_at_k],
+            low=[score.low for score in scores.pass_at_k],
+            high=[score.high for score in scores.pass_at_k],
+        )
+        for number, (model, scores) in enumerate(models)
+        if scores is not None
+    ]
+    known = [scores for _, scores in models if scores is not None]
+    num_samples = max(scores.num_samples for scores in known)
+    y = linear_axis([0.0, *(value for curve in curves for value in curve.high)])
+    cut = ", ".join(f"{scores.truncated_fraction:.1%}" for scores in known)
+    caption = f"{known[0].num_problems:,} problems; truncated: {cut}"
+    return (
+        f'<figure class="card"><figcaption><h3>{text(name)}</h3><p>{caption}</p></figcaption>'
+        f"{line_chart(curves, k_axis(num_samples), y, FRAME, f'pass@k on {name}')}"
+        f"{legend([(curve.run, curve.label) for curve in curves])}</figure>"
+    )
+
+
+def k_axis(num_samples: int) -> Axis:
+    """Return the logarithmic axis of k, with ticks at powers of two."""
+    ticks = tuple(Tick(float(k), str(k)) for k in shown_ks(num_samples))
+    return Axis(1.0, max(float(num_samples), 1.5), ticks, log=True, name="k")
