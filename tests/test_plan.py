@@ -17,13 +17,12 @@ from trustbatch.cli import main
 from trustbatch.config import ClusterConfig, Config, parse_config
 from trustbatch.errors import OutOfMemoryError
 from trustbatch.plan import Estimator, Lora, Setting, describe_plan, estimate_memory
-from trustbatch.plan.activations import measure_activations
 from trustbatch.plan.advice import advise
 from trustbatch.plan.hardware import Hardware, find_hardware
-from trustbatch.plan.key_values import GROWTH, PAGE, cached_tokens
 from trustbatch.plan.memory import GIB
-from trustbatch.plan.outline import ModelOutline
+from trustbatch.plan.outline import ModelOutline, measure_activations
 from trustbatch.plan.shortage import is_shortage
+from trustbatch.plan.token_counts import GROWTH, PAGE, cached_tokens
 from trustbatch.tasks import build_task
 from trustbatch.types import Prompt
 

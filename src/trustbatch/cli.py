@@ -210,7 +210,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.plan import describe_plan
     from trustbatch.plan.hardware import find_hardware, has_gpu
     from trustbatch.plan.memory import GIB
-    from trustbatch.plan.prompts import prompt_encoder
+    from trustbatch.plan.token_counts import prompt_encoder
     from trustbatch.rewards import Scorer
     from trustbatch.rollout.vllm.engine import require_vllm
     from trustbatch.session import configured_task

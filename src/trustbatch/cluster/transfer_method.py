@@ -11,8 +11,8 @@ from trustbatch.cluster.direct import DirectPublisher
 from trustbatch.cluster.publications import DiskPublisher, Publisher, SharedMemoryPublisher
 from trustbatch.config import Config
 from trustbatch.models.policy import default_precision
+from trustbatch.plan.demand import may_wait_on_gpu, published_bytes
 from trustbatch.plan.outline import ModelOutline
-from trustbatch.plan.published import may_wait_on_gpu, published_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trustbatch.doctor.distributions import Mismatch, SamplingDistribution
 from trustbatch.doctor.examined_tokens import ExaminedTokens
-from trustbatch.doctor.forwards import FORWARDS, in_precision
-from trustbatch.doctor.recompute import Layout, recompute
-from trustbatch.doctor.sampling_distributions import Mismatch, SamplingDistribution
+from trustbatch.doctor.recompute import FORWARDS, Layout, in_precision, recompute
 from trustbatch.doctor.search import search
 from trustbatch.models.policy import Policy
 

@@ -4,13 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trustbatch.config import Config
-from trustbatch.doctor.anchor import AnchorResult, examine_anchor
 from trustbatch.doctor.arithmetic import PLAIN, ArithmeticResult, examine_arithmetic
+from trustbatch.doctor.distributions import SamplingDistribution
 from trustbatch.doctor.examined_tokens import ExaminedTokens, sample_tokens
 from trustbatch.doctor.probe import ProbeResult, probe_updates
 from trustbatch.doctor.recompute import Layout, recompute
-from trustbatch.doctor.sampling import SamplingResult, examine_sampling
-from trustbatch.doctor.sampling_distributions import SamplingDistribution
+from trustbatch.doctor.sampling import (
+    AnchorResult,
+    SamplingResult,
+    examine_anchor,
+    examine_sampling,
+)
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.session import configured_sampling

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trustbatch.doctor.distributions import SamplingDistribution
 from trustbatch.doctor.examined_tokens import ExaminedTokens
 from trustbatch.doctor.recompute import Layout, logit_rows
-from trustbatch.doctor.sampling_distributions import SamplingDistribution
 from trustbatch.models.policy import Policy
 
 TEMPERATURES = (

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trustbatch.doctor.distributions import SamplingDistribution
 from trustbatch.doctor.examine import Examination
-from trustbatch.doctor.sampling_distributions import SamplingDistribution
 from trustbatch.doctor.verdict import Status, Verdict
 
 STYLES = {Status.GOOD: "green", Status.CONFIGURED: "yellow", Status.FAULT: "bold red"}

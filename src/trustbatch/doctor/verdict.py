@@ -7,9 +7,9 @@ from enum import StrEnum
 from trustbatch.config import Config
 from trustbatch.config.cautions import cautions
 from trustbatch.doctor.arithmetic import NOISE_FACTOR, PLAIN
+from trustbatch.doctor.distributions import Mismatch, SamplingDistribution
 from trustbatch.doctor.examine import Examination
 from trustbatch.doctor.sampling import MAX_Z
-from trustbatch.doctor.sampling_distributions import Mismatch, SamplingDistribution
 
 STALE_BELOW = 0.5
 """share of a weight update's effect below which the engine has not taken it over"""

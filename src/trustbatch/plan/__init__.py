@@ -2,8 +2,7 @@
 
 from trustbatch.plan.describe import describe_plan
 from trustbatch.plan.estimate import Estimator, estimate_memory
-from trustbatch.plan.memory import MemoryPlan, Part, Phase
-from trustbatch.plan.setting import Lora, Setting
+from trustbatch.plan.memory import Lora, MemoryPlan, Part, Phase, Setting
 
 __all__ = [
     "Estimator",

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trustbatch.plan.estimate import Estimator
-from trustbatch.plan.memory import size
-from trustbatch.plan.setting import Lora, Setting
+from trustbatch.plan.memory import Lora, Setting, size
 
 LORA_RANK = 16
 MOST_GPUS = 64

@@ -8,8 +8,7 @@ from trustbatch.plan.advice import advise
 from trustbatch.plan.demand import amounts, seen_by_ray
 from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.hardware import Hardware, find_hardware
-from trustbatch.plan.memory import MemoryPlan, Phase, size
-from trustbatch.plan.setting import Setting
+from trustbatch.plan.memory import MemoryPlan, Phase, Setting, size
 from trustbatch.tasks import FilteredTask, Task
 
 MARGIN = " " * 12

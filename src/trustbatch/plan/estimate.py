@@ -12,15 +12,11 @@ from functools import cached_property
 import torch
 
 from trustbatch.config import Config
-from trustbatch.plan.activations import Activations, measure_activations
-from trustbatch.plan.demand import Bundles, Demand, seen_by_ray
+from trustbatch.plan.demand import Bundles, Demand, may_wait_on_gpu, published_bytes, seen_by_ray
 from trustbatch.plan.hardware import Hardware, find_hardware
-from trustbatch.plan.key_values import cached_tokens
-from trustbatch.plan.memory import MemoryPlan, Part, Phase
-from trustbatch.plan.outline import ModelOutline
-from trustbatch.plan.prompts import PromptLength, longest_prompt
-from trustbatch.plan.published import may_wait_on_gpu, published_bytes
-from trustbatch.plan.setting import Setting
+from trustbatch.plan.memory import MemoryPlan, Part, Phase, Setting
+from trustbatch.plan.outline import Activations, ModelOutline, measure_activations
+from trustbatch.plan.token_counts import PromptLength, cached_tokens, longest_prompt
 from trustbatch.rollout.native.engine import PREFILL_TOKENS
 from trustbatch.tasks import Task
 from trustbatch.training.linear_logprobs import CPU_SLICE_BYTES, GPU_SLICE_BYTES

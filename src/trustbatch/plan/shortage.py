@@ -14,8 +14,7 @@ from trustbatch.errors import OutOfMemoryError
 from trustbatch.plan.advice import advise
 from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.hardware import Hardware, find_hardware
-from trustbatch.plan.memory import size
-from trustbatch.plan.setting import Setting
+from trustbatch.plan.memory import Setting, size
 from trustbatch.tasks import Task
 
 WANTED_LESS = 0.1

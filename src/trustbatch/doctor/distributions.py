@@ -1,4 +1,4 @@
-"""Laws that tokens may have been sampled from, or that recorded log-probs may stand for."""
+"""Distributions"""
 
 import math
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
-"""How long prompts are, as far as can be told without loading the model."""
+"""Tokens"""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from transformers import AutoTokenizer
 from trustbatch.config import Config
 from trustbatch.models.gguf import find_gguf
 from trustbatch.models.policy import encode_prompt
+from trustbatch.rollout.native.batch import STEPS_ON_GPU
 from trustbatch.tasks import Task
 from trustbatch.types import Prompt
 
@@ -46,3 +48,34 @@ def prompt_encoder(config: Config) -> Callable[[Prompt], tuple[int, ...]] | None
     except (OSError, ValueError):
         return None
     return lambda prompt: encode_prompt(tokenizer, prompt)
+
+
+PAGE = 64
+"""tokens in a page of the cache on a GPU"""
+GROWTH = 1.5
+"""factor by which its pool grows, where more is not needed at once"""
+
+
+def cached_tokens(
+    *, num_prompts: int, rows_per_prompt: int, prompt_tokens: int, max_tokens: int, paged: bool
+) -> int:
+    """Return the tokens that the cache has room for when all rows have all their tokens.
+
+    A prompt's full pages are shared by its rows. The pool is grown as the engine grows it: from
+    what prompts need, by the steps between two looks of the host.
+    """
+    num_rows = num_prompts * rows_per_prompt
+    if not paged:
+        return num_prompts * prompt_tokens + num_rows * max_tokens
+    pool = 1 + num_prompts * _pages(prompt_tokens) + num_rows  # one page is scratch
+    shared = prompt_tokens // PAGE
+    for sampled in range(1, max_tokens, STEPS_ON_GPU):
+        last = min(sampled + STEPS_ON_GPU, max_tokens)
+        needed = 1 + num_prompts * shared + num_rows * (_pages(prompt_tokens + last) - shared)
+        if needed > pool:
+            pool = max(needed, int(pool * GROWTH))
+    return pool * PAGE
+
+
+def _pages(num_tokens: int) -> int:
+    return math.ceil(num_tokens / PAGE)
