@@ -271,8 +271,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
 def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.config import load_config
     from trustbatch.doctor.examine import examine
-    from trustbatch.doctor.show import show, to_record
-    from trustbatch.doctor.verdict import judge
+    from trustbatch.doctor.verdict import judge, show, to_record
     from trustbatch.engines import build_engine, load_second_policies
     from trustbatch.observe.progress import LiveLine
     from trustbatch.session import configured_task, load_policy
