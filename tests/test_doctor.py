@@ -382,7 +382,7 @@ def test_the_tempered_policy_is_on_policy_at_its_own_temperature(model_folder: P
 @pytest.mark.parametrize(
     ("own", "cause", "sentence"),
     [
-        ({"temperature": 0.7}, "temperature", "sampled at T = 0.7, but rollout.temperature asks"),
+        ({"temperature": 0.7}, "temperature", "sampled at T = 0.7, but rollout.temperature is"),
         ({"top_p": 0.8}, "support", "sampled with top_p = 0.8, but all tokens is configured"),
         ({"top_k": 5}, "support", "sampled with top_k = 5, but all tokens is configured"),
     ],
@@ -516,7 +516,7 @@ def test_another_anchor_is_named(
     )
     assert verdict.causes(Status.FAULT) == ["anchor"]
     assert named in words(verdict)
-    assert "softmax(logits / 1) before it tempers and cuts" in words(verdict)
+    assert "softmax(logits / 1) before temperature and truncation" in words(verdict)
     assert examination.sampling.parts["arithmetic"].max_abs < 1e-4, (
         "what was sampled is as recorded"
     )

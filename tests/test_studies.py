@@ -353,7 +353,7 @@ def test_a_dry_run_of_the_paper_needs_neither_hub_nor_gpu(
     assert "8,190,735,360 parameters" in shown
     assert "6 trainers with 1 CPU and 1 GPU each" in shown
     assert "2 engines with 1 CPU and 1 GPU each" in shown
-    assert "which is 8 GPU of Ray's 8" in shown
+    assert "in total 8 of Ray's 8 GPUs" in shown
     assert " fits: needs" in shown
 
 

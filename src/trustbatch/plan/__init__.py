@@ -1,4 +1,4 @@
-"""Memory before the run: estimated by part and phase, and what to change where it is short."""
+"""Memory plans: estimates by phase and part before a run, and advice if memory is short."""
 
 from trustbatch.plan.describe import describe_plan
 from trustbatch.plan.estimate import Estimator, estimate_memory

@@ -1,4 +1,4 @@
-"""Tokens"""
+"""Numbers of tokens: of the longest prompt, and in the native engine's KV cache."""
 
 import math
 from collections.abc import Callable
@@ -10,35 +10,36 @@ from trustbatch.config import Config
 from trustbatch.models.gguf import find_gguf
 from trustbatch.models.policy import encode_prompt
 from trustbatch.rollout.native.batch import STEPS_ON_GPU
+from trustbatch.rollout.native.cache import GROWTH, PAGE
 from trustbatch.tasks import Task
 from trustbatch.types import Prompt
 
-ASSUMED_TOKENS = 256
-NUM_LOOKED_AT = 64
+ASSUMED_PROMPT_TOKENS = 256
+MAX_PROMPTS = 64
 
 
 @dataclass(frozen=True)
 class PromptLength:
-    """Tokens of the longest of the first prompts."""
+    """Number of tokens of the longest of the first prompts."""
 
     num_tokens: int
     is_assumed: bool
 
 
 def longest_prompt(config: Config, task: Task | None) -> PromptLength:
-    """Tokenize the first prompts of a task, where the tokenizer can be loaded by itself."""
+    """Tokenize the first prompts of a task, if the tokenizer can be loaded without the model."""
     encode = None if task is None else prompt_encoder(config)
     if task is None or encode is None:
-        return PromptLength(ASSUMED_TOKENS, is_assumed=True)
-    num_prompts = min(config.rollout.prompts_per_step, NUM_LOOKED_AT)
+        return PromptLength(ASSUMED_PROMPT_TOKENS, is_assumed=True)
+    num_prompts = min(config.rollout.prompts_per_step, MAX_PROMPTS)
     lengths = [len(encode(task.prompt(i))) for i in range(num_prompts)]
-    if max(lengths) == 0:  # transformers makes an empty tokenizer where there are no files of one
-        return PromptLength(ASSUMED_TOKENS, is_assumed=True)
+    if max(lengths) == 0:  # transformers returns an empty tokenizer if there are no files
+        return PromptLength(ASSUMED_PROMPT_TOKENS, is_assumed=True)
     return PromptLength(max(lengths), is_assumed=False)
 
 
 def prompt_encoder(config: Config) -> Callable[[Prompt], tuple[int, ...]] | None:
-    """Return how the model's tokenizer encodes a prompt; None where it can't be loaded alone."""
+    """Return a function that encodes prompts; None if the tokenizer can't be loaded alone."""
     if find_gguf(config.model.name) is not None:
         return None
     try:
@@ -50,27 +51,21 @@ def prompt_encoder(config: Config) -> Callable[[Prompt], tuple[int, ...]] | None
     return lambda prompt: encode_prompt(tokenizer, prompt)
 
 
-PAGE = 64
-"""tokens in a page of the cache on a GPU"""
-GROWTH = 1.5
-"""factor by which its pool grows, where more is not needed at once"""
-
-
 def cached_tokens(
     *, num_prompts: int, rows_per_prompt: int, prompt_tokens: int, max_tokens: int, paged: bool
 ) -> int:
-    """Return the tokens that the cache has room for when all rows have all their tokens.
+    """Return the capacity of the cache in tokens once all rows have `max_tokens` tokens.
 
-    A prompt's full pages are shared by its rows. The pool is grown as the engine grows it: from
-    what prompts need, by the steps between two looks of the host.
+    A prompt's full pages are shared by its rows. The page pool grows as in the engine: from what
+    the prompts need, every `STEPS_ON_GPU` decoding steps.
     """
     num_rows = num_prompts * rows_per_prompt
     if not paged:
         return num_prompts * prompt_tokens + num_rows * max_tokens
-    pool = 1 + num_prompts * _pages(prompt_tokens) + num_rows  # one page is scratch
+    pool = 1 + num_prompts * _pages(prompt_tokens) + num_rows  # one scratch page
     shared = prompt_tokens // PAGE
-    for sampled in range(1, max_tokens, STEPS_ON_GPU):
-        last = min(sampled + STEPS_ON_GPU, max_tokens)
+    for generated in range(1, max_tokens, STEPS_ON_GPU):
+        last = min(generated + STEPS_ON_GPU, max_tokens)
         needed = 1 + num_prompts * shared + num_rows * (_pages(prompt_tokens + last) - shared)
         if needed > pool:
             pool = max(needed, int(pool * GROWTH))
