@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from cpu_step_model import make_checkpoint
+from session_loop import train_session
+from step_workload import SEED, even_share
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
+from trustbatch.build.session import build_session
 from trustbatch.config import parse_config
-from trustbatch.loops.sync import train_sync
-from trustbatch.models.tiny import PAD_TOKEN, TINY_VOCABULARY, build_model, build_tokenizer
 from trustbatch.observe.progress import Progress
-from trustbatch.session import open_session
 from trustbatch.tasks.arithmetic import Arithmetic
 from trustbatch.types import Prompt
 
@@ -45,13 +45,9 @@ PACKAGES = ("trustbatch", "trl", "torch", "transformers", "accelerate", "tokeniz
 RESULT_FILE = Path(__file__).parent / "results" / "cpu_step.json"
 
 WARM_UP_STEPS = 2
-SEED = 0
 LEVEL = 2
 """of the arithmetic task: every prompt has the six characters of "12+34=", so none is padded"""
 PROMPT_TOKENS = 6
-SMALL_VOCABULARY = 4096
-NEVER = "<never>"
-"""the end-of-sequence token: its id is one past the model's last logit, so it is never sampled"""
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, GRADIENT_CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0
 
@@ -104,59 +100,6 @@ class GradedSums:
         return even_share(completion)
 
 
-def even_share(text: str) -> float:
-    """Return the share of characters with an even code point."""
-    return sum(ord(character) % 2 == 0 for character in text) / max(len(text), 1)
-
-
-# --- the checkpoint -------------------------------------------------------------------------------
-
-
-def make_checkpoint(size: str, folder: Path) -> int:
-    """Write a random Qwen3 that never ends a completion; returns its number of parameters."""
-    tokenizer = build_tokenizer() if size == "tiny" else build_small_tokenizer()
-    model = build_model(tokenizer, SEED) if size == "tiny" else build_small_model(tokenizer)
-    tokenizer.add_special_tokens({"eos_token": NEVER})
-    never_id = tokenizer.convert_tokens_to_ids(NEVER)
-    assert never_id == model.config.vocab_size, "the end of sequence must have no logit"
-    model.config.eos_token_id, model.generation_config.eos_token_id = None, never_id
-    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def build_small_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tiny character tokenizer, its vocabulary filled up with single characters."""
-    characters = [token for token in TINY_VOCABULARY if len(token) == 1]
-    fill = [chr(0x4E00 + i) for i in range(SMALL_VOCABULARY - 1 - len(characters))]
-    vocabulary = {token: i for i, token in enumerate([PAD_TOKEN, *characters, *fill])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD_TOKEN)
-
-
-def build_small_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a random float32 Qwen3 of 4.2 million parameters."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        dtype="float32",
-    )
-    torch.manual_seed(SEED)
-    return Qwen3ForCausalLM(config).float()
-
-
 # --- one framework, in its own process ------------------------------------------------------------
 
 
@@ -193,7 +136,7 @@ def run_trustbatch(work: Workload) -> dict[str, Any]:
     """Run trustbatch's synchronous loop, as `trustbatch.train` does, with a clock in it."""
     task, clock = GradedSums(), StepClock()
     config = parse_config(trustbatch_settings(work))
-    session = open_session(config, task)
+    session = build_session(config, task)
 
     class TimedProgress(Progress):
         def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -207,9 +150,9 @@ def run_trustbatch(work: Workload) -> dict[str, Any]:
     lengths: set[float] = set()
     rewards: list[float] = []
     try:
-        train_sync(session, TimedProgress(work.size, work.total_steps))
+        train_session(session, TimedProgress(work.size, work.total_steps))
     finally:
-        session.run.close()
+        session.close()
     return {
         "steps": clock.timed_steps(),
         "completion_tokens": sorted(lengths),

@@ -147,22 +147,22 @@ def write(lock: Any, file: str, record: dict[str, Any]) -> None:
 def run(job: dict[str, Any], args: Any) -> dict[str, Any]:
     """Train one run without checkpoints and evaluate what it has learned."""
     import torch
+    from session_loop import train_session
 
+    from trustbatch.build.session import build_session
     from trustbatch.config import parse_config
     from trustbatch.evaluation import evaluate
-    from trustbatch.loops.sync import train_sync
     from trustbatch.observe.progress import Progress
     from trustbatch.observe.run_folder import read_metrics
-    from trustbatch.session import open_session
     from trustbatch.tasks import build_task
 
     with tempfile.TemporaryDirectory() as folder, open("/dev/null", "w") as nowhere:
         tree = configuration(job, args, folder)
-        session = open_session(parse_config(tree))
+        session = build_session(parse_config(tree))
         session = dataclasses.replace(session, checkpointer=NoCheckpoints())
         try:
             with contextlib.closing(session.run), session.run.status:
-                train_sync(session, Progress(job["name"], 0, stream=nowhere))
+                train_session(session, Progress(job["name"], 0, stream=nowhere))
             session.engine.sleep()
             result = evaluate(
                 session.policy,

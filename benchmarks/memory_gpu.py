@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 from qwen3_shapes import SHAPES, make_checkpoint
+from session_loop import train_session
 from step_gpu import EnoughError, RandomPrompts
 from worker_process import Results, describe_machine, end_here, run_worker
 
+from trustbatch.build.session import build_session
 from trustbatch.config import Config, apply_override, parse_config
-from trustbatch.loops.sync import train_sync
 from trustbatch.observe.progress import Progress
 from trustbatch.plan import estimate_memory
-from trustbatch.session import open_session
 
 RESULT_FILE = Path(__file__).parent / "results" / "memory_gpu.jsonl"
 GIB = 2**30
@@ -131,16 +131,15 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="memory-gpu-") as folder:
         config = configure(case, model=model, folder=folder, steps=steps, objective=objective)
         plan = estimate_memory(config, task=task)
-        session = open_session(config, task)
+        session = build_session(config, task)
         session.engine.generate = peaks.watched("generate", session.engine.generate)
         session.trainer.train = peaks.watched("train", session.trainer.train)
         try:
-            train_sync(session, UntilStep(name, steps))
+            train_session(session, UntilStep(name, steps))
         except EnoughError:
             pass
         finally:
-            session.engine.close()
-            session.run.close()
+            session.close()
     records = []
     for phase in plan.phases:
         record = {

@@ -9,13 +9,14 @@ and activations of all linear layers but the output head, computed without FP8 k
 import argparse
 from collections.abc import Callable, Sequence
 
+from trustbatch.build.policies import load_policy
+from trustbatch.build.session import configured_task
 from trustbatch.config import Config, load_config
 from trustbatch.doctor.examine import examine
 from trustbatch.doctor.recompute import in_precision
 from trustbatch.doctor.verdict import judge
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.session import configured_task, load_policy
 from trustbatch.types import Completion, GenerationRequest
 
 

@@ -11,19 +11,20 @@ the script runs: TRL then generates by transformers, and the figures mean nothin
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from memory_watch import MemoryWatch
-from qwen3_shapes import FIRST_CHARACTER, SHAPES, make_checkpoint
+from qwen3_shapes import SHAPES, make_checkpoint
+from step_summary import describe_line, print_summary, summarize
+from step_workload import SEED, RandomPrompts, Workload, even_share
 from worker_process import (
     Results,
     describe_machine,
@@ -43,84 +44,10 @@ RESULT_FILE = Path(__file__).parent / "results" / "step_gpu.jsonl"
 CONTEXT = 4096
 ROOM = 16
 """tokens of vLLM's context that no sequence needs"""
-SEED = 0
 LEARNING_RATE, BETAS, WEIGHT_DECAY, GRADIENT_CLIP = 1e-6, (0.9, 0.95), 0.01, 1.0
 HALVINGS = 2
 """of the micro-batch, where the GPU's memory is too small for it"""
 SHORTEST_RUN_SECONDS = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What both frameworks do; all that a worker needs to know."""
-
-    framework: str
-    shape: str
-    model: str
-    prompts: int
-    samples: int
-    tokens: int
-    prompt_tokens: int
-    warm_up: int
-    steps: int
-    micro_batch_tokens: int
-    trl_batch: int
-    overrides: tuple[str, ...]
-    trl_overrides: tuple[str, ...]
-    output: str
-    run: str
-
-    @property
-    def sequences(self) -> int:
-        """Completions in a step."""
-        return self.prompts * self.samples
-
-    @property
-    def total_steps(self) -> int:
-        """Steps run."""
-        return self.warm_up + self.steps
-
-    def halved(self) -> "Workload":
-        """Return the same work in micro-batches of half the size."""
-        return replace(
-            self,
-            micro_batch_tokens=max(self.micro_batch_tokens // 2, 1),
-            trl_batch=max(self.trl_batch // 2, 1),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomPrompts:
-    """Prompts of random characters, all of one length, and a reward that differs by chance."""
-
-    tokens: int
-    vocabulary: int
-    name: str = "random_prompts"
-
-    def prompt(self, index: int) -> Any:
-        """Return the index-th prompt, of one token a character."""
-        # imported here, as everywhere: a process holds one framework
-        from trustbatch.types import Prompt
-
-        return Prompt(id=str(index), text=self.text(index), answer="")
-
-    def text(self, index: int) -> str:
-        """Return the text of the index-th prompt."""
-        numbers = random.Random(f"{SEED}:{index}")
-        # half of the vocabulary is far from ASCII and special tokens even in the tiny one
-        return "".join(
-            chr(FIRST_CHARACTER + numbers.randrange(self.vocabulary // 2))
-            for _ in range(self.tokens)
-        )
-
-    def grade(self, prompt: Any, completion: str) -> float:
-        """Return the share of characters with an even code point."""
-        return even_share(completion)
-
-
-def even_share(text: str) -> float:
-    """Return the share of characters with an even code point."""
-    return sum(ord(character) % 2 == 0 for character in text) / max(len(text), 1)
 
 
 # --- one framework, in its own process ------------------------------------------------------------
@@ -196,9 +123,10 @@ class EnoughError(Exception):
 
 def run_trustbatch(work: Workload) -> None:
     """Run the synchronous loop as `trustbatch.train` does, with a clock in it."""
-    from trustbatch.loops.sync import train_sync
+    from session_loop import train_session
+
+    from trustbatch.build.session import build_session
     from trustbatch.observe.progress import Progress
-    from trustbatch.session import open_session
 
     clock = StepClock(work)
     task = RandomPrompts(tokens=work.prompt_tokens, vocabulary=SHAPES[work.shape].vocabulary)
@@ -220,14 +148,13 @@ def run_trustbatch(work: Workload) -> None:
                 raise EnoughError
 
     with tempfile.TemporaryDirectory(prefix="step-gpu-") as folder:
-        session = open_session(configure_trustbatch(work, folder), task)
+        session = build_session(configure_trustbatch(work, folder), task)
         try:
-            train_sync(session, ClockedProgress(work.framework, work.total_steps))
+            train_session(session, ClockedProgress(work.framework, work.total_steps))
         except EnoughError:
             pass
         finally:
-            session.engine.close()
-            session.run.close()
+            session.close()
 
 
 def configure_trustbatch(work: Workload, folder: str) -> Any:
@@ -405,63 +332,6 @@ def measure(work: Workload, deadline: float) -> None:
         if start_worker(work, left) != "out of memory":
             return
         work = work.halved()
-
-
-def describe_line(line: Mapping[str, Any]) -> str:
-    """Return a result as a line of text."""
-    if "step" in line:
-        kind = "timed" if line["is_timed"] else "warm-up"
-        return (
-            f"{line['framework']:18} step {line['step']} ({kind})  {line['seconds']:8.3f} s  "
-            f"generate {line['generate']:.3f}  train {line['train']:.3f}"
-        )
-    if "peak_gib" in line:
-        peaks = ", ".join(f"{k} {v:.1f}" for k, v in line["peak_gib"]["whole_run"].items())
-        return f"{line['framework']:18} peak GiB: {peaks or 'no GPU'}"
-    return json.dumps(line)
-
-
-def summarize(lines: Sequence[Mapping[str, Any]], frameworks: Sequence[str]) -> dict[str, Any]:
-    """Return medians of the timed steps, peaks, and ratios to the first framework."""
-    summary: dict[str, Any] = {}
-    for framework in frameworks:
-        own = [line for line in lines if line.get("framework") == framework]
-        # after an end for want of memory only the last try counts
-        starts = [n for n, line in enumerate(own) if line.get("step") == 1]
-        own = own[starts[-1] :] if starts else []
-        steps = [line for line in own if line.get("is_timed")]
-        if not steps:
-            continue
-        peaks = [line["peak_gib"]["whole_run"] for line in own if "peak_gib" in line]
-        summary[framework] = {
-            "num_timed": len(steps),
-            **{
-                phase: statistics.median(step[phase] for step in steps)
-                for phase in ("seconds", "generate", "train")
-            },
-            "peak_gib": peaks[-1] if peaks else {},
-        }
-    first = summary.get(frameworks[0])
-    for each in summary.values():
-        if first is not None:
-            each["time_ratio"] = each["seconds"] / first["seconds"]
-            both = each["peak_gib"].get("device"), first["peak_gib"].get("device")
-            each["memory_ratio"] = both[0] / both[1] if all(both) else None
-    return summary
-
-
-def print_summary(summary: Mapping[str, Any], first: str) -> None:
-    """Print one line a framework."""
-    columns = ("s/step", "generate", "train", "device GiB", "reserved", "allocated")
-    print(f"\n{'median':18}" + "".join(f"{c:>11}" for c in columns) + f"   beside {first}")
-    for framework, each in summary.items():
-        peaks = [each["peak_gib"].get(n) for n in ("device", "torch_reserved", "torch_allocated")]
-        times = "".join(f"{each[phase]:11.3f}" for phase in ("seconds", "generate", "train"))
-        memory = "".join(f"{'-' if peak is None else format(peak, '.1f'):>11}" for peak in peaks)
-        ratio = f"time x {each['time_ratio']:.2f}" if "time_ratio" in each else ""
-        if each.get("memory_ratio"):
-            ratio += f", memory x {each['memory_ratio']:.2f}"
-        print(f"{framework:18}{times}{memory}   {ratio}")
 
 
 def parse_arguments() -> argparse.Namespace:

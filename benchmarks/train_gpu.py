@@ -47,9 +47,9 @@ from worker_process import (
     run_worker,
 )
 
+from trustbatch.build.session import Session, build_session
 from trustbatch.config import Config, apply_override, parse_config
 from trustbatch.plan import estimate_memory
-from trustbatch.session import Session, open_session
 from trustbatch.types import Completion, FinishReason, Provenance, TrainSequence
 
 RESULT_FILE = Path(__file__).parent / "results" / "train_gpu.jsonl"
@@ -102,7 +102,7 @@ def run_case(case: Case) -> None:
     """Time every objective and write a line for each."""
     watch = MemoryWatch()
     with tempfile.TemporaryDirectory(prefix="train-gpu-") as folder:
-        session = open_session(configure(case, case.objectives[0], folder))
+        session = build_session(configure(case, case.objectives[0], folder))
         session.engine.sleep()
         try:
             sequences = make_sequences(case)

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.sessions import train_session
 from torch import Tensor
 
 import trustbatch
+from trustbatch.build.session import build_session
 from trustbatch.config import parse_config
 from trustbatch.errors import CanaryError
-from trustbatch.loops.sync import train_sync
+from trustbatch.loops.session import Session
 from trustbatch.models.policy import Policy
-from trustbatch.observe.progress import Progress
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.session import Session, open_session
 from trustbatch.tasks import build_task
 from trustbatch.training.canary import NUM_PROMPTS, TOLERANCES, WIDEST, Canary, _tolerance
 from trustbatch.training.canary_reference import CanaryNotes
@@ -77,13 +77,6 @@ def with_engine(session: Session, engine: Any) -> Session:
     return session
 
 
-def run(session: Session) -> None:
-    try:
-        train_sync(session, Progress("run", session.config.training.steps))
-    finally:
-        session.run.close()
-
-
 def test_a_run_with_canaries_equals_one_without(tiny_folder: Path, tmp_path: Path) -> None:
     results, weights = {}, {}
     for every in (0, 1, 2):
@@ -112,30 +105,30 @@ def test_a_run_with_canaries_equals_one_without(tiny_folder: Path, tmp_path: Pat
 
 def test_an_engine_that_ignores_updates_stops_the_run(tiny_folder: Path, tmp_path: Path) -> None:
     config = parse_config(tables(tiny_folder, tmp_path, canary_every=1))
-    session = open_session(config, Digits())
+    session = build_session(config, Digits())
     with_engine(session, Deaf(Policy.load(str(tiny_folder), device="cpu"), seed=0))
     with pytest.raises(
         CanaryError,
         match=r"The engine \(native, float32, version 1\) does not sample from the trainer's "
         r"policy \(float32, version 1\): .* differ by [\d.]+ on average .* explains 0\.001",
     ):
-        run(session)
+        train_session(session)
     assert read_metrics(tmp_path / "run") == []
 
 
 def test_wrong_weights_are_seen_before_the_first_sample(tiny_folder: Path, tmp_path: Path) -> None:
-    session = open_session(parse_config(tables(tiny_folder, tmp_path)))
+    session = build_session(parse_config(tables(tiny_folder, tmp_path)))
     other = Policy.load(str(tiny_folder), device="cpu")
     with torch.no_grad():
         other.model.model.layers[0].mlp.down_proj.weight.mul_(1.2)
     with pytest.raises(CanaryError, match="version 0"):
-        run(with_engine(session, NativeEngine(other, seed=0)))
+        train_session(with_engine(session, NativeEngine(other, seed=0)))
 
 
 def test_a_switched_off_canary_says_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     config = parse_config(tables(tiny_folder, tmp_path, canary_every=0))
-    session = open_session(config, Digits())
-    run(with_engine(session, Deaf(Policy.load(str(tiny_folder), device="cpu"), seed=0)))
+    session = build_session(config, Digits())
+    train_session(with_engine(session, Deaf(Policy.load(str(tiny_folder), device="cpu"), seed=0)))
 
 
 def test_the_version_is_compared_too(policy: Policy) -> None:
@@ -197,7 +190,7 @@ def test_a_run_asks_for_its_anchor_where_it_records_one(tiny_folder: Path, tmp_p
     found = {}
     for temperature in (1.0, 1.2):
         tree = tables(tiny_folder, tmp_path / str(temperature), temperature=temperature)
-        session = open_session(parse_config(tree))
+        session = build_session(parse_config(tree))
         found[temperature] = session.canary.check(0)
         session.engine.close()
         session.run.close()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from trustbatch.build.session import configured_task
 from trustbatch.cli import main
 from trustbatch.config import Config, parse_config
 from trustbatch.doctor.examine import Examination, examine
@@ -24,7 +25,6 @@ from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_tokenizer
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.sampling import sampling_logprobs
-from trustbatch.session import configured_task
 from trustbatch.types import Completion, GenerationRequest
 
 

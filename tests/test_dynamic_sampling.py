@@ -9,11 +9,13 @@ from tests.test_curriculum import graded
 from tests.test_ranks import assert_same_run, torchrun
 
 from trustbatch.api import train_config
+from trustbatch.build.session import build_session
 from trustbatch.cli import main
 from trustbatch.config import parse_config
-from trustbatch.loops.generate import is_unequal, sample_ahead
+from trustbatch.loops.generate import is_unequal
+from trustbatch.loops.session import Session
+from trustbatch.loops.sources import batch_generator
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.session import Session, open_session
 from trustbatch.types import Prompt
 
 OWN = Path(__file__).parent / "own_task.py"
@@ -50,38 +52,30 @@ def test_unequal_are_grades_that_differ(rewards: list[float], expected: bool) ->
 
 
 def session_of(model: Path, folder: Path, **options: Any) -> Session:
-    return open_session(parse_config(tree(model, folder, **options)))
-
-
-def close(session: Session) -> None:
-    session.checkpointer.close()
-    session.scorer.close()
-    session.engine.close()
-    session.run.close()
+    return build_session(parse_config(tree(model, folder, **options)))
 
 
 def test_batches_have_unequal_groups_and_the_rest_waits(tiny_folder: Path, tmp_path: Path) -> None:
     session = session_of(tiny_folder, tmp_path)
-    loop, spare = session.loop, []
+    generator, cursor = batch_generator(session), session.state.cursor
     for _ in range(4):
-        before = loop.num_prompts
-        sample_ahead(session, num_batches=1)
-        batch, metrics = loop.take_batch()
-        assert len(batch) == 4
-        assert all(is_unequal(group) for group in batch)
-        assert batch[: len(spare)] == spare  # what was left is trained on first
-        assert len(loop.spare) < 4
-        num_sampled = loop.num_prompts - before
-        assert metrics == {
-            "dynamic/rounds": num_sampled / 4,
-            "dynamic/groups_sampled": num_sampled,
-            "dynamic/groups_kept": 4 - len(spare) + len(loop.spare),
-            "dynamic/groups_spare": len(loop.spare),
+        batch, after = generator.generate(session.engine, cursor)
+        assert len(batch.groups) == 4
+        assert all(is_unequal(group) for group in batch.groups)
+        # what was left is trained on first
+        assert tuple(batch.groups[: len(cursor.spare)]) == cursor.spare
+        assert len(after.spare) < 4
+        num_groups = after.num_prompts - cursor.num_prompts
+        assert batch.metrics == {
+            "dynamic/rounds": num_groups / 4,
+            "dynamic/groups_sampled": num_groups,
+            "dynamic/groups_kept": 4 - len(cursor.spare) + len(after.spare),
+            "dynamic/groups_spare": len(after.spare),
             "dynamic/groups_missing": 0,
         }
-        spare = loop.spare
-    assert loop.num_prompts > 16
-    close(session)
+        cursor = after
+    assert cursor.num_prompts > 16
+    session.close()
 
 
 def test_a_step_goes_on_with_what_there_is(tiny_folder: Path, tmp_path: Path) -> None:
@@ -90,14 +84,15 @@ def test_a_step_goes_on_with_what_there_is(tiny_folder: Path, tmp_path: Path) ->
     hopeless = [p for p in session.task.problems if p.answer == "5"][:1]  # type: ignore[attr-defined]
     object.__setattr__(session.task, "problems", hopeless)
     object.__setattr__(hopeless[0], "answer", "99")
-    sample_ahead(session, num_batches=2)
-    assert [len(batch) for batch in session.loop.pending] == [4, 4]
-    assert session.loop.num_prompts == 16
-    for metrics in session.loop.sampling_metrics:
-        assert metrics["dynamic/rounds"] == 2
-        assert metrics["dynamic/groups_kept"] == 0
-        assert metrics["dynamic/groups_missing"] == 4
-    close(session)
+    cursor = session.state.cursor
+    for _ in range(2):
+        batch, cursor = batch_generator(session).generate(session.engine, cursor)
+        assert len(batch.groups) == 4
+        assert batch.metrics["dynamic/rounds"] == 2
+        assert batch.metrics["dynamic/groups_kept"] == 0
+        assert batch.metrics["dynamic/groups_missing"] == 4
+    assert cursor.num_prompts == 16
+    session.close()
 
 
 def test_spare_groups_are_honest_about_their_age(tiny_folder: Path, tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 import trustbatch
 from trustbatch.checkpoints.load import restore
-from trustbatch.checkpoints.loop_state import LoopState
+from trustbatch.checkpoints.loop_state import Cursor, LoopState
 from trustbatch.checkpoints.save import Checkpointer
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
 from trustbatch.errors import CanaryError, ConfigError, EngineError
-from trustbatch.loops.async_loop import refuse_too_old
+from trustbatch.loops.producer import refuse_too_old
 from trustbatch.models.policy import Policy
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.rollout.episodes import Episode, Reply
@@ -40,6 +40,7 @@ from trustbatch.types import (
     GenerationRequest,
     Grade,
     Prompt,
+    RolloutBatch,
     RolloutGroup,
     SamplingParams,
     TrainSequence,
@@ -253,12 +254,12 @@ def test_versions_survive_a_checkpoint(
     trainer = make_trainer(policy)
     checkpointer = Checkpointer(tmp_path, trainer, keep=1)
     pending, spare = groups[:2], groups[2:]
-    checkpointer.save(
-        LoopState(step=3, pending=deque([pending]), sampling_metrics=deque([{}]), spare=spare)
-    )
+    batch = RolloutBatch(groups=pending)
+    checkpointer.save(LoopState(step=3, cursor=Cursor(spare=tuple(spare)), pending=deque([batch])))
     checkpointer.finish()
-    loop = restore(tmp_path / "step-3", trainer)
-    restored = [c for group in [*loop.pending[0], *loop.spare] for c in group.completions]
+    state = restore(tmp_path / "step-3", trainer)
+    restored_groups = [*state.pending[0].groups, *state.cursor.spare]
+    restored = [c for group in restored_groups for c in group.completions]
     saved = [c for group in groups for c in group.completions]
     assert sum(c.versions is not None for c in saved) > 3
     for mine, other in zip(restored, saved, strict=True):
@@ -329,7 +330,7 @@ def test_a_token_beyond_the_bound_is_refused(
 ) -> None:
     tree = {"model": {"name": "any"}, "task": {"name": "arithmetic"}}
     config = parse_config({**tree, "cluster": {"max_lag": max_lag, "in_flight": True}})
-    session: Any = SimpleNamespace(config=config, loop=SimpleNamespace(step=step), policy=policy)
+    session: Any = SimpleNamespace(config=config, state=SimpleNamespace(step=step), policy=policy)
     groups = [
         replace(group, completions=tuple(c for c in group.completions if c.versions is not None))
         for group in spanning[0]

@@ -11,9 +11,11 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import trustbatch
+from trustbatch.build.session import build_session
 from trustbatch.cli import main
 from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
+from trustbatch.loops.session import Session
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.models.vocabulary import same_tokenizer
@@ -21,7 +23,6 @@ from trustbatch.observe.report import write_report
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, division
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.sampling import policy_seed, sampling_logprobs
-from trustbatch.session import Session, open_session
 from trustbatch.types import Completion, GenerationRequest, SamplingParams
 
 PROMPTS = ("12+34=", "9=", "55+44=")
@@ -360,10 +361,10 @@ def test_a_mixed_run_resumes_exactly(tiny_folder: Path, other_folder: Path, tmp_
     checkpoint = first.folder / "checkpoints" / "step-6"
     checkpoint.rename(checkpoint.with_name(".writing-step-6"))
     config = parse_config(tables(tiny_folder, tmp_path / "cut", policies))
-    session: Session = open_session(config)
+    session: Session = build_session(config)
     session.run.close()
-    (pending,) = session.loop.pending
-    sampled_by = {c.provenance.policy for group in pending for c in group.completions}
+    (pending,) = session.state.pending
+    sampled_by = {c.provenance.policy for group in pending.groups for c in group.completions}
     assert sampled_by == {"other", str(tiny_folder)}
     again = train(tiny_folder, tmp_path / "cut", policies)
     for one, two in zip(whole.metrics, again.metrics, strict=True):
@@ -380,7 +381,7 @@ def test_a_session_gives_every_policy_its_own_random_numbers(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     twin = [{"model": str(tiny_folder), "share": 0.5, "name": "twin"}]
-    session = open_session(parse_config(tables(tiny_folder, tmp_path, twin)))
+    session = build_session(parse_config(tables(tiny_folder, tmp_path, twin)))
     session.run.close()
     engine = session.engine
     assert isinstance(engine, MixedEngine)

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from tests.ranks import layers_worker, train_worker
 
-from trustbatch import cli, session
+from trustbatch import cli
+from trustbatch.build import policies
 from trustbatch.cli import main
 from trustbatch.config import parse_config
 from trustbatch.models.policy import Policy
@@ -160,13 +161,13 @@ def test_several_ranks_have_the_precision_of_where_they_compute(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They load on the CPU, and "auto" is not about that."""
-    monkeypatch.setattr(session, "num_ranks", lambda: 2)
+    monkeypatch.setattr(policies, "num_ranks", lambda: 2)
     for device, precision in (("cuda", "bfloat16"), ("cpu", "float32")):
         tree = {
             "model": {"name": str(tiny_folder), "device": device},
             "task": {"name": "arithmetic"},
         }
-        policy = session.load_model(parse_config(tree))
+        policy = policies.load_model(parse_config(tree))
         assert (policy.device.type, policy.precision) == ("cpu", precision)
 
 
@@ -219,12 +220,12 @@ def test_a_reference_without_adapters_computes_where_the_policy_does(
         divided.append(policy)
         policy.device = elsewhere
 
-    monkeypatch.setattr(session, "shard", divide)
+    monkeypatch.setattr(policies, "shard", divide)
     model = {"name": str(tiny_folder), "device": "cpu", "lora": {"rank": 2}}
     config = parse_config({"model": model, "task": {"name": "arithmetic"}})
-    policy = session.load_policy(config)
+    policy = policies.load_policy(config)
     reference = policy.without_adapters()
-    session._shard(config, policy, reference)
+    policies.shard_over_ranks(config, policy, reference)
     assert divided == [policy]
     assert reference.device == elsewhere
 

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 import trustbatch
-from trustbatch.checkpoints.manifest import MANIFEST_FILE, seal, write_manifest
 from trustbatch.errors import CheckpointError, ConfigError
 from trustbatch.observe.run_folder import read_metrics
 
@@ -152,35 +151,6 @@ def test_a_finished_run_is_not_trained_again(tiny_folder: Path, tmp_path: Path) 
     again = small_run(tiny_folder, tmp_path)
     assert first.metrics == again.metrics
     assert len(again.metrics) == 4
-
-
-def test_a_checkpoint_that_does_not_say_how_its_batches_were_sampled(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
-    """As versions wrote it that kept only the batches."""
-
-    def run(folder: Path, *, steps: int) -> trustbatch.RunResult:
-        return trustbatch.train(
-            model=tiny_folder,
-            task="arithmetic",
-            rollout={"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 3, "lag": 2},
-            training={"steps": steps},
-            run={"folder": str(folder), "checkpoint_every": 2},
-        )
-
-    expected = run(tmp_path / "whole", steps=4)
-    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut") / "run" / "checkpoints"
-    shutil.rmtree(cut / "step-4")
-    state_file, manifest_file = (cut / "step-2" / n for n in ("trainer/state.json", MANIFEST_FILE))
-    state = json.loads(state_file.read_text())
-    assert state.pop("sampling_metrics") == [{}, {}]
-    state_file.write_text(json.dumps(state))
-    manifest = json.loads(manifest_file.read_text())
-    write_manifest(cut / "step-2", manifest["files"] | {"trainer/state.json": seal(state_file)})
-    actual = run(tmp_path / "cut", steps=4)
-    assert [line["policy/loss"] for line in actual.metrics] == [
-        line["policy/loss"] for line in expected.metrics
-    ]
 
 
 def test_another_configuration_in_the_same_folder_is_refused(

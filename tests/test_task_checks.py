@@ -8,12 +8,12 @@ import pytest
 from tests.own_task import Plain
 
 import trustbatch
+from trustbatch.build.session import configured_task
 from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.session import configured_task
 from trustbatch.tasks import build_task, check_task
 from trustbatch.types import Prompt, SamplingParams
 

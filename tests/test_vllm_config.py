@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from trustbatch.build.engines import recorded_anchor_temperature
 from trustbatch.config import VllmConfig, load_config, parse_config
-from trustbatch.engines import recorded_anchor_temperature
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.vllm import engine as vllm_engine

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.sessions import train_session
 
 import trustbatch
 from trustbatch.advantages import ADVANTAGES
+from trustbatch.build.session import build_session
 from trustbatch.config import AdvantageConfig, Config, parse_config
 from trustbatch.errors import CheckpointError, ConfigError, DivergedError, RewardError
-from trustbatch.loops.sync import train_sync
-from trustbatch.observe.progress import Progress
 from trustbatch.rollout import sampling
-from trustbatch.session import Session, open_session
 from trustbatch.training.logprobs import EntropyUse, _entropy
 from trustbatch.training.optimizer import build_optimizer, learning_rate_factor
 from trustbatch.types import Prompt
@@ -34,13 +33,6 @@ def config_of(tiny_folder: Path, folder: Path, **tables: Any) -> Config:
     return parse_config(base)
 
 
-def run(session: Session) -> dict[str, float]:
-    try:
-        return train_sync(session, Progress("run", session.config.training.steps))
-    finally:
-        session.run.close()
-
-
 def test_rollout_settings_reach_the_engine(tiny_folder: Path, tmp_path: Path) -> None:
     settings = {
         "temperature": 0.7,
@@ -50,7 +42,7 @@ def test_rollout_settings_reach_the_engine(tiny_folder: Path, tmp_path: Path) ->
         "logprob_mode": "raw",
         "max_tokens": 2,
     }
-    session = open_session(config_of(tiny_folder, tmp_path, rollout=settings, seed=5))
+    session = build_session(config_of(tiny_folder, tmp_path, rollout=settings, seed=5))
     for name, value in settings.items():
         assert getattr(session.sampling, name) == value
     assert session.sampling.stop_token_ids == session.policy.stop_token_ids
@@ -59,7 +51,7 @@ def test_rollout_settings_reach_the_engine(tiny_folder: Path, tmp_path: Path) ->
 
 
 def test_training_settings_reach_the_trainer(tiny_folder: Path, tmp_path: Path) -> None:
-    session = open_session(
+    session = build_session(
         config_of(
             tiny_folder,
             tmp_path,
@@ -80,7 +72,7 @@ def test_training_settings_reach_the_trainer(tiny_folder: Path, tmp_path: Path) 
 
 def test_the_schedule_reaches_the_optimizer(tiny_folder: Path, tmp_path: Path) -> None:
     settings = {"steps": 5, "warmup_fraction": 0.4, "learning_rate": 0.01}
-    session = open_session(config_of(tiny_folder, tmp_path, training=settings))
+    session = build_session(config_of(tiny_folder, tmp_path, training=settings))
     seen: list[float] = []
     step = session.trainer.optimizer.step
 
@@ -89,7 +81,7 @@ def test_the_schedule_reaches_the_optimizer(tiny_folder: Path, tmp_path: Path) -
         return step(*args, **kwargs)
 
     session.trainer.optimizer.step = recording  # type: ignore[method-assign]
-    run(session)
+    train_session(session)
     expected = [
         0.01 * learning_rate_factor(i, 5, warmup_fraction=0.4, schedule="cosine") for i in range(5)
     ]
@@ -121,8 +113,8 @@ def test_the_named_advantage_is_used(name: str, tiny_folder: Path, tmp_path: Pat
             return float(sum(map(ord, completion)))
 
     config = config_of(tiny_folder, tmp_path, advantage={"name": name})
-    session = open_session(config, Lengths())
-    run(session)
+    session = build_session(config, Lengths())
+    train_session(session)
     lines = (tmp_path / "run" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     rewards = torch.tensor([row["reward"] for row in rows]).reshape(2, 3)
@@ -150,10 +142,10 @@ def test_a_position_has_its_own_random_number(
         return original(keys, position)
 
     monkeypatch.setattr(sampling, "uniforms", recording)
-    session = open_session(
+    session = build_session(
         config_of(tiny_folder, tmp_path, training={"steps": 1}, rollout={"canary_every": 0})
     )
-    run(session)
+    train_session(session)
     assert positions == list(range(len(positions)))
     assert len(positions) > 1
 
@@ -182,43 +174,43 @@ def test_a_grader_that_raises_is_named_with_its_prompt(tiny_folder: Path, tmp_pa
             return 1 / 0
 
     config = config_of(tiny_folder, tmp_path, reward={"ungraded": "stop"})
-    session = open_session(config, Broken())
+    session = build_session(config, Broken())
     with pytest.raises(RewardError, match="task broken failed on prompt 'p0': ZeroDivision"):
-        run(session)
+        train_session(session)
 
 
 def test_a_diverged_policy_ends_in_a_sentence(tiny_folder: Path, tmp_path: Path) -> None:
-    session = open_session(config_of(tiny_folder, tmp_path))
+    session = build_session(config_of(tiny_folder, tmp_path))
     with torch.no_grad():
         next(session.policy.model.parameters()).fill_(math.nan)
     with pytest.raises(DivergedError, match="lower"):
-        run(session)
+        train_session(session)
 
 
 def test_two_processes_do_not_share_a_run_folder(tiny_folder: Path, tmp_path: Path) -> None:
     config = config_of(tiny_folder, tmp_path)
-    session = open_session(config)
+    session = build_session(config)
     with pytest.raises(ConfigError, match="Another process is training in"):
-        open_session(config)
+        build_session(config)
     session.run.close()
-    run(open_session(config))
+    train_session(build_session(config))
 
 
 def test_a_start_that_failed_binds_nobody(tiny_folder: Path, tmp_path: Path) -> None:
-    session = open_session(config_of(tiny_folder, tmp_path, rollout={"max_tokens": 127}))
+    session = build_session(config_of(tiny_folder, tmp_path, rollout={"max_tokens": 127}))
     with pytest.raises(ConfigError, match="lower max_tokens"):
-        run(session)
-    run(open_session(config_of(tiny_folder, tmp_path, rollout={"max_tokens": 3})))
+        train_session(session)
+    train_session(build_session(config_of(tiny_folder, tmp_path, rollout={"max_tokens": 3})))
 
 
 def test_micro_batch_trust_fixes_the_division_of_work(tiny_folder: Path, tmp_path: Path) -> None:
     objective = {"name": "p3o", "ess_scope": "micro_batch"}
-    run(open_session(config_of(tiny_folder, tmp_path, objective=objective)))
+    train_session(build_session(config_of(tiny_folder, tmp_path, objective=objective)))
     changed = config_of(
         tiny_folder, tmp_path, objective=objective, training={"micro_batch_tokens": 64}
     )
     with pytest.raises(ConfigError, match=r"training\.micro_batch_tokens was 4096, now 64"):
-        open_session(changed)
+        build_session(changed)
 
 
 @pytest.mark.parametrize(
@@ -229,22 +221,22 @@ def test_any_damaged_file_of_a_checkpoint_is_named(
     tiny_folder: Path, tmp_path: Path, file: str
 ) -> None:
     config = config_of(tiny_folder, tmp_path, rollout={"lag": 1}, run={"checkpoint_every": 3})
-    run(open_session(config))
+    train_session(build_session(config))
     checkpoints = tmp_path / "run" / "checkpoints"
     # the newest one has no rollouts waiting: look at the one before it
     (checkpoints / "step-4").rename(checkpoints / ".gone")
     damaged = checkpoints / "step-3" / file
     damaged.write_bytes(damaged.read_bytes()[: max(damaged.stat().st_size // 2, 1)])
     with pytest.raises(CheckpointError, match=rf"step-3: {file} has"):
-        open_session(config)
+        build_session(config)
 
 
 def test_a_cut_config_file_is_named(tiny_folder: Path, tmp_path: Path) -> None:
     config = config_of(tiny_folder, tmp_path)
-    run(open_session(config))
+    train_session(build_session(config))
     (tmp_path / "run" / "config.toml").write_text("[model\n")
     with pytest.raises(ConfigError, match=r"config\.toml can't be read"):
-        open_session(config)
+        build_session(config)
 
 
 def test_entropy_of_a_policy_that_excludes_a_token() -> None:

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trustbatch.build.session import build_session, build_source, configured_task
 from trustbatch.config import Config, parse_config
 from trustbatch.config.cautions import cautions
-from trustbatch.loops.async_loop import train_async
-from trustbatch.loops.sync import train_sync
+from trustbatch.loops.recorder import Recorder
+from trustbatch.loops.session import Session
+from trustbatch.loops.train import train as train_loop
 from trustbatch.observe.progress import LiveLine, Progress
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.plan.shortage import memory_advice
-from trustbatch.session import configured_task, open_session
 from trustbatch.tasks import FilteredTask, Task, check_task
 from trustbatch.utils.distributed import joined_ranks, this_rank
 
@@ -91,52 +92,56 @@ def train_config(
 def _train(
     config: Config, task: Task | None, is_asked_to_stop: Callable[[], bool] | None = None
 ) -> RunResult:
+    """Build the parts of a run, train, and end them."""
     if task is None:
         task = configured_task(config)
     with memory_advice(config, task, "load"):
-        session = open_session(config, task)
+        session = build_session(config, task)
     if is_asked_to_stop is not None:
         session.is_asked_to_stop = is_asked_to_stop
-    # one of the ranks speaks for all
+    # rank 0 speaks for all
     stream = sys.stderr if this_rank() == 0 else io.StringIO()
-    if isinstance(session.task, FilteredTask):
-        LiveLine(stream).show(session.task.describe(), last=True)
-    if session.loop.step >= config.training.steps:
-        line = f"{config.run.name} is already finished; nothing to train."
-        LiveLine(stream).show(line, last=True)
-    elif session.loop.step:
-        LiveLine(stream).show(
-            f"{config.run.name} goes on after step {session.loop.step}.", last=True
-        )
-    for sentence in cautions(config):
-        LiveLine(stream).show(sentence, last=True)
-    if config.training.compile:
-        line = "The first step compiles the layers, which can take a minute."
-        LiveLine(stream).show(line, last=True)
+    _announce(session, LiveLine(stream))
     progress = Progress(
         config.run.name,
         config.training.steps,
-        done=session.loop.step,
+        done=session.state.step,
         first=next(iter(read_metrics(session.run.path)), None),
         stream=stream,
     )
     try:
         with session.run.status:
-            if config.cluster is None:
-                train_sync(session, progress)
-            else:
-                train_async(session, progress)
+            source = build_source(session)
+            try:
+                train_loop(session, source, Recorder(session, source, progress))
+            finally:
+                source.close()
+            if session.state.step < config.training.steps:
+                session.run.status.close("stopped")
     finally:
-        session.checkpointer.close()
-        session.scorer.close()
-        session.evaluation.close()
-        session.engine.close()
-        session.run.close()
+        session.close()
     return RunResult(
         folder=session.run.path,
-        checkpoint=session.run.checkpoints / f"step-{session.loop.step}",
+        checkpoint=session.run.checkpoints / f"step-{session.state.step}",
         metrics=read_metrics(session.run.path),
     )
+
+
+def _announce(session: Session, line: LiveLine) -> None:
+    """Say what a user should know before the first step."""
+    config, step = session.config, session.state.step
+    sentences = []
+    if isinstance(session.task, FilteredTask):
+        sentences.append(session.task.describe())
+    if step >= config.training.steps:
+        sentences.append(f"{config.run.name} is already finished; nothing to train.")
+    elif step:
+        sentences.append(f"{config.run.name} continues after step {step}.")
+    sentences += cautions(config)
+    if config.training.compile:
+        sentences.append("The first step compiles the layers, which can take a minute.")
+    for sentence in sentences:
+        line.show(sentence, last=True)
 
 
 def _named(value: str | Mapping[str, Any]) -> dict[str, Any]:

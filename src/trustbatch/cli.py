@@ -203,6 +203,7 @@ def _gib(text: str) -> float:
 
 
 def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
+    from trustbatch.build.session import configured_task
     from trustbatch.config import load_config
     from trustbatch.evaluation.in_training import configured_suite
     from trustbatch.observe.progress import LiveLine
@@ -213,7 +214,6 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.plan.token_counts import prompt_encoder
     from trustbatch.rewards import Scorer
     from trustbatch.rollout.vllm.engine import require_vllm
-    from trustbatch.session import configured_task
     from trustbatch.tasks import fit_task, without_overlap
 
     if int(os.environ.get("RANK", "0")) > 0:
@@ -269,12 +269,13 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
+    from trustbatch.build.engines import build_engine, load_second_policies
+    from trustbatch.build.policies import load_policy
+    from trustbatch.build.session import configured_task
     from trustbatch.config import load_config
     from trustbatch.doctor.examine import examine
     from trustbatch.doctor.verdict import judge, show, to_record
-    from trustbatch.engines import build_engine, load_second_policies
     from trustbatch.observe.progress import LiveLine
-    from trustbatch.session import configured_task, load_policy
     from trustbatch.tasks import fit_task
 
     config = load_config(options.config, overrides)

@@ -227,6 +227,17 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBatch:
+    """The graded groups that one step trains on."""
+
+    groups: list[RolloutGroup]
+    metrics: dict[str, float] = field(default_factory=dict)
+    """how its generation went"""
+    num_tokens: int = 0
+    """tokens generated for it, also for groups that dynamic sampling left out"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
     """One completion, ready to be trained on."""
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import trustbatch
+from trustbatch.build.session import build_session
 from trustbatch.cli import main
 from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
@@ -20,7 +21,6 @@ from trustbatch.evaluation.results import read_results
 from trustbatch.observe.report import write_report
 from trustbatch.observe.report_data import read_run
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.session import open_session
 
 ROOT = Path(__file__).parent.parent.parent
 EVALUATION = {
@@ -220,7 +220,7 @@ def test_graders_have_the_limits_of_the_run_and_no_processes_between_evaluations
             "run": {"folder": str(tmp_path)},
         }
     )
-    session = open_session(config)
+    session = build_session(config)
     before = {process.pid for process in multiprocessing.active_children()}
     scores = session.evaluation.after_step(1)
     assert scores["eval/Plain/ungraded"] == 0

@@ -22,7 +22,9 @@ pytestmark = [
 
 def evaluate(policy: Policy, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states and the gradient of a weight, after a pass without gradient."""
-    layout: PackedLayout = PackedLayout.of([Segment(length) for length in lengths]).to(policy.device)
+    layout: PackedLayout = PackedLayout.of([Segment(length) for length in lengths]).to(
+        policy.device
+    )
     at = torch.arange(sum(lengths), device=policy.device)
     ids = 2 + at % 10
     with torch.no_grad():

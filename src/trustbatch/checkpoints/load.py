@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trustbatch.checkpoints.loop_state import LoopState
+from trustbatch.checkpoints.loop_state import Cursor, LoopState
 from trustbatch.checkpoints.manifest import listed_bytes, verify
 from trustbatch.checkpoints.shards import StoredTensor, is_plain, list_tensors, read_into
 from trustbatch.errors import CheckpointError
@@ -26,6 +26,7 @@ from trustbatch.models.policy import Policy
 from trustbatch.observe.progress import LiveLine
 from trustbatch.rollout.records import group_from_record
 from trustbatch.training.trainer import Trainer
+from trustbatch.types import RolloutBatch
 from trustbatch.utils.distributed import all_gather, from_rank_zero, this_rank
 
 TRAINER_FOLDER, STATE_FILE, PENDING_FILE = "trainer", "state.json", "pending_rollouts.jsonl"
@@ -87,12 +88,15 @@ def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
         lines = (folder / SPARE_FILE).read_text(encoding="utf-8").splitlines()
         return LoopState(
             step=int(state["step"]),
-            num_prompts=int(state["num_prompts"]),
-            pending=deque(pending),
-            # how older versions of this package sampled them is not known
-            sampling_metrics=deque(state.get("sampling_metrics", [{} for _ in pending])),
-            spare=[group_from_record(json.loads(line)) for line in lines],
-            task=dict(state["task"]),
+            cursor=Cursor(
+                num_prompts=int(state["num_prompts"]),
+                spare=tuple(group_from_record(json.loads(line)) for line in lines),
+                task_state=dict(state["task"]),
+            ),
+            pending=deque(
+                RolloutBatch(groups=groups, metrics=metrics)
+                for groups, metrics in zip(pending, state["batch_metrics"], strict=True)
+            ),
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise unreadable(checkpoint, error) from error

@@ -7,7 +7,6 @@ and a dead rank shows as a timeout that names nobody.
 """
 
 import contextlib
-import copy
 import json
 import shutil
 import time
@@ -105,14 +104,14 @@ class Checkpointer:
         snapshot = _Snapshot(
             step=loop.step,
             pieces=copy_pieces(tensors, self._buffers),
-            pending=[list(groups) for groups in loop.pending],
-            spare=list(loop.spare),
+            pending=[list(batch.groups) for batch in loop.pending],
+            spare=list(loop.cursor.spare),
             merged=_merged_weights(trainer.policy),
             state={
                 "step": loop.step,
-                "num_prompts": loop.num_prompts,
-                "task": copy.deepcopy(loop.task),
-                "sampling_metrics": list(loop.sampling_metrics),
+                "num_prompts": loop.cursor.num_prompts,
+                "task": loop.cursor.task_state,
+                "batch_metrics": [batch.metrics for batch in loop.pending],
                 "model": trainer.policy.name,
                 "frozen_sum": frozen_sum(trainer.policy),
                 "num_optimizer_steps": trainer.num_optimizer_steps,

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import Config
@@ -10,16 +10,14 @@ from trustbatch.errors import ConfigError
 from trustbatch.plan.demand import Demand
 from trustbatch.tasks import Task
 
-if TYPE_CHECKING:
-    from trustbatch.api import RunResult
-
+Result = TypeVar("Result")
 IsAskedToStop = Callable[[], bool]
-Train = Callable[[Config, Task | None, IsAskedToStop | None], "RunResult"]
+Train = Callable[[Config, Task | None, IsAskedToStop | None], Result]
 
 
 def train_on_cluster(
-    config: Config, task: Task | None, train: Train, is_asked_to_stop: IsAskedToStop | None
-) -> "RunResult":
+    config: Config, task: Task | None, train: Train[Result], is_asked_to_stop: IsAskedToStop | None
+) -> Result:
     """Call `train` where the configuration says, with Ray at hand."""
     assert config.cluster is not None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -1,7 +1,7 @@
 """An engine in a process of its own, with a copy of the policy."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,16 +11,14 @@ from torch import Tensor
 
 from trustbatch.cluster.publications import Publication
 from trustbatch.config import Config
-from trustbatch.engines import Engines, open_engines
-from trustbatch.errors import DeadEngineError, EngineError
-from trustbatch.models.policy import Policy, default_precision, quiet_bars
+from trustbatch.errors import DeadEngineError
+from trustbatch.rollout.engine import Engines
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.session import load_model
 from trustbatch.training.canary_reference import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
-from trustbatch.utils.cuda_memory import enable_expandable_segments
-from trustbatch.utils.distributed import rank_device
 
+OpenEngines = Callable[[Config, int], Engines]
+"""starts the engines of an actor, at a version"""
 NOTHING_LOADED = -1
 OFFERS = "offers"
 """Ray's name for the thread of an actor that hears of new versions while another one samples"""
@@ -50,9 +48,10 @@ class Sampled:
 class EngineActor:
     """Samples completions from whichever version it is asked for."""
 
-    def __init__(self, config: Config, num_threads: int) -> None:
+    def __init__(self, config: Config, open_engines: OpenEngines, num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # the last bits of a sum depend on it
         self._config = config
+        self._open_engines = open_engines
         self._engines: Engines | None = None
         self._served = NOTHING_LOADED  # loaded, and found right where a check was due
         self._newest: PublishedVersion | None = None  # of those that were offered
@@ -62,12 +61,7 @@ class EngineActor:
     def prepare(self) -> None:
         """Load the model; not before someone waits, who then hears why that is impossible."""
         if self._engines is None:
-            config = _undivided(_on_own_device(self._config))
-            if config.rollout.engine == "native":
-                enable_expandable_segments()
-            with quiet_bars():
-                policy = _load_policy(config)
-            self._engines = open_engines(config, policy, None, version=NOTHING_LOADED)
+            self._engines = self._open_engines(self._config, NOTHING_LOADED)
 
     def generate(
         self,
@@ -139,39 +133,6 @@ class EngineActor:
     def _sampled(self, completions: Sequence[Completion]) -> Sampled:
         on_host = [_on_host(completion) for completion in completions]
         return Sampled(on_host, self._canary, self._served)
-
-
-def _undivided(config: Config) -> Config:
-    """Return the configuration of an engine that gets its parts of a batch already divided."""
-    if config.cluster is None or not config.cluster.in_flight:
-        return config
-    rollout = config.rollout.model_copy(update={"prompts_per_call": None})
-    return config.model_copy(update={"rollout": rollout})
-
-
-def _on_own_device(config: Config) -> Config:
-    """Return the configuration for the GPU that Ray gave to this actor, its only one."""
-    device = config.model.device
-    if rank_device(device).type == "cpu":
-        return config
-    if not torch.cuda.is_available():
-        raise EngineError(
-            f"model.device = {device!r}, but Ray gave an engine no GPU: set cluster.engine_gpus to "
-            "1, or to a part of one that several share."
-        )
-    return config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
-
-
-def _load_policy(config: Config) -> Policy:
-    """Load the policy where the engine needs it: vLLM has a copy of its own on the GPU."""
-    if config.rollout.engine == "native" or rank_device(config.model.device).type == "cpu":
-        return load_model(config).freeze()
-    precision = config.model.precision
-    if precision == "auto":
-        precision = default_precision("cuda")
-    update = {"device": "cpu", "precision": precision}
-    model = config.model.model_copy(update=update)
-    return load_model(config.model_copy(update={"model": model})).freeze()
 
 
 def _on_host(completion: Completion) -> Completion:

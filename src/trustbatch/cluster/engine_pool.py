@@ -11,6 +11,7 @@ from torch import Tensor
 from trustbatch.cluster.actor_pool import ActorPool, Work, Worker
 from trustbatch.cluster.engine_actor import (
     OFFERS,
+    OpenEngines,
     PublishedVersion,
     RemoteEngine,
     RemoteEngineInFlight,
@@ -36,7 +37,7 @@ class EnginePool:
     one, and `in_flight` one whose engines take over new versions while they sample.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, open_engines: OpenEngines) -> None:
         assert config.cluster is not None
         self.config = config
         self.cluster: ClusterConfig = config.cluster
@@ -52,7 +53,9 @@ class EnginePool:
         num_threads = torch.get_num_threads()
         self.pool = ActorPool(
             "engine",
-            lambda number: kind.options(**self._places.options(number)).remote(config, num_threads),
+            lambda number: kind.options(**self._places.options(number)).remote(
+                config, open_engines, num_threads
+            ),
             size=self.cluster.engines,
             start_seconds=self.cluster.start_seconds,
             work_seconds=self.cluster.generate_seconds,
@@ -180,7 +183,7 @@ class EnginePool:
             self._canary[name] = max(self._canary.get(name, 0.0), value)
 
 
-class _FleetView:
+class _EnginePoolView:
     """The engine pool as an engine for those who only sample."""
 
     def __init__(self, engine_pool: EnginePool) -> None:
@@ -199,7 +202,7 @@ class _FleetView:
         """Leave it to the engine pool: it has other versions."""
 
 
-class _EnginePoolAt(_FleetView):
+class _EnginePoolAt(_EnginePoolView):
     """The engine pool at one version, or at the one that is newest when it is asked."""
 
     def __init__(
@@ -217,7 +220,7 @@ class _EnginePoolAt(_FleetView):
         return self.engine_pool.sample(requests, self.version, alone=self._alone)
 
 
-class _EnginePoolInFlight(_FleetView):
+class _EnginePoolInFlight(_EnginePoolView):
     """The engine pool at the newest version at any time."""
 
     @property

@@ -5,7 +5,7 @@ import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from trustbatch.cluster.actor_pool import DEATHS
-from trustbatch.cluster.driver import IsAskedToStop, Train
+from trustbatch.cluster.driver import IsAskedToStop, Result, Train
 from trustbatch.cluster.interface import listener_at, stay_on_interface
 from trustbatch.cluster.placement import Places, machines
 from trustbatch.cluster.sent_task import refuse_unsendable
@@ -22,9 +22,6 @@ from trustbatch.errors import EngineError, TrustbatchError
 from trustbatch.plan.demand import Demand
 from trustbatch.tasks import Task
 from trustbatch.utils.distributed import DEADLINE, joined_ranks
-
-if TYPE_CHECKING:
-    from trustbatch.api import RunResult
 
 LOOK_EVERY = 1.0
 HEARD_LATER = 5.0
@@ -52,8 +49,12 @@ class TrainerActor:
         return address, self._listener.getsockname()[1]
 
     def train(
-        self, train: Train, config: Config, task: Task | None, meet_at: Path | tuple[str, int]
-    ) -> "RunResult":
+        self,
+        train: Train[Result],
+        config: Config,
+        task: Task | None,
+        meet_at: Path | tuple[str, int],
+    ) -> Result:
         """Meet the other ranks, at a file or an address, and train with them."""
         with joined_ranks(config.model.device, store=self._store(meet_at)):
             return train(config, task, (config.run.path / STOP_FILE).exists)
@@ -73,8 +74,8 @@ class TrainerActor:
 
 
 def train_together(
-    config: Config, task: Task | None, train: Train, is_asked_to_stop: IsAskedToStop | None
-) -> "RunResult":
+    config: Config, task: Task | None, train: Train[Result], is_asked_to_stop: IsAskedToStop | None
+) -> Result:
     """Train on `cluster.trainers` ranks; if one of them ends, all do, and a sentence says why."""
     cluster = config.cluster
     assert cluster is not None
@@ -123,7 +124,7 @@ def _listening(actor: Any, seconds: float) -> tuple[str, int]:
         ) from error
 
 
-def _first_result(calls: list[Any], *, meanwhile: Callable[[], None]) -> "RunResult":
+def _first_result(calls: list[Any], *, meanwhile: Callable[[], None]) -> Any:
     """Wait for all ranks; returns what the first one did. `meanwhile` is called again and again."""
     waiting = list(calls)
     while waiting:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trustbatch.build.session import configured_sampling
 from trustbatch.config import Config
 from trustbatch.doctor.arithmetic import PLAIN, ArithmeticResult, examine_arithmetic
 from trustbatch.doctor.distributions import SamplingDistribution
@@ -17,7 +18,6 @@ from trustbatch.doctor.sampling import (
 )
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.session import configured_sampling
 from trustbatch.tasks import Task
 from trustbatch.types import Provenance, SamplingParams
 

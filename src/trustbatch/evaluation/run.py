@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from trustbatch.build.engines import build_engine
+from trustbatch.build.policies import load_model
 from trustbatch.config import Config, ModelConfig, parse_config
-from trustbatch.engines import build_engine
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.folder import EvaluationFolder
 from trustbatch.evaluation.models import (
@@ -28,7 +29,6 @@ from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.vllm.engine import require_vllm
-from trustbatch.session import load_model
 
 MAX_SEQUENCES = {"cuda": 512, "cpu": 64}
 """sequences decoded at a time, unless told: the more, the more is lost in a kill"""

@@ -1,55 +1,98 @@
-"""Sampling a batch: prompts, completions and grades, and again where groups teach nothing."""
+"""One batch: prompts, completions and grades, and more rounds where groups have equal rewards."""
 
+import copy
 import math
+from dataclasses import dataclass, replace
 
+from trustbatch.checkpoints.loop_state import Cursor
+from trustbatch.config import Config
+from trustbatch.models.policy import Policy
 from trustbatch.plan.shortage import memory_advice
+from trustbatch.rewards.shared import GroupScorer
 from trustbatch.rollout.collect import collect
-from trustbatch.session import Session
-from trustbatch.tasks import LearningTask
-from trustbatch.types import RolloutGroup
+from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.tasks import LearningTask, Task
+from trustbatch.types import RolloutBatch, RolloutGroup, SamplingParams
 
 
-def sample_ahead(session: Session, *, num_batches: int) -> None:
-    """Sample until so many batches are pending."""
-    while len(session.loop.pending) < num_batches:
-        sample_batch(session)
+@dataclass(frozen=True, kw_only=True)
+class BatchGenerator:
+    """Generates and grades batches; what changes from batch to batch is passed in and returned."""
 
+    config: Config
+    task: Task
+    policy: Policy
+    scorer: GroupScorer
+    sampling: SamplingParams
 
-def sample_batch(session: Session) -> None:
-    """Append one batch to those that are pending, and how its sampling went."""
-    if session.config.rollout.dynamic_sampling:
-        session.loop.sampling_metrics.append(_sample_unequal(session))
-    else:
-        session.loop.pending.append(_sample_round(session))
-        session.loop.sampling_metrics.append({})
+    def generate(self, engine: RolloutEngine, cursor: Cursor) -> tuple[RolloutBatch, Cursor]:
+        """Return the batch whose prompts start at a cursor, and the cursor of the next one."""
+        if self.config.rollout.dynamic_sampling:
+            return self._generate_unequal(engine, cursor)
+        groups, cursor = self._generate_round(engine, cursor)
+        return RolloutBatch(groups=groups, num_tokens=_num_tokens(groups)), cursor
 
+    def _generate_unequal(
+        self, engine: RolloutEngine, cursor: Cursor
+    ) -> tuple[RolloutBatch, Cursor]:
+        """Return a batch of groups with unequal rewards; spare ones are left for the next batch.
 
-def _sample_unequal(session: Session) -> dict[str, float]:
-    """Append a batch of groups with unequal rewards; those beyond the need are for the next one.
+        If there are too few after `rollout.max_sampling_rounds` rounds, groups of the last round
+        fill the batch: all their advantages are zero.
+        """
+        size, max_rounds = self._batch_size, self.config.rollout.max_sampling_rounds
+        kept, equal = list(cursor.spare), []
+        num_groups = num_unequal = num_rounds = num_tokens = 0
+        while len(kept) < size and num_rounds < max_rounds:
+            groups, cursor = self._generate_round(engine, cursor)
+            unequal = [group for group in groups if is_unequal(group)]
+            equal = [group for group in groups if not is_unequal(group)]
+            kept += unequal
+            num_groups += len(groups)
+            num_unequal += len(unequal)
+            num_rounds += 1
+            num_tokens += _num_tokens(groups)
+        num_missing = max(size - len(kept), 0)
+        spare = tuple(kept[size:])
+        metrics = {
+            "dynamic/rounds": float(num_rounds),
+            "dynamic/groups_sampled": float(num_groups),
+            "dynamic/groups_kept": float(num_unequal),
+            "dynamic/groups_spare": float(len(spare)),
+            "dynamic/groups_missing": float(num_missing),
+        }
+        batch = RolloutBatch(
+            groups=kept[:size] + equal[:num_missing], metrics=metrics, num_tokens=num_tokens
+        )
+        return batch, replace(cursor, spare=spare)
 
-    If there are too few after `rollout.max_sampling_rounds` rounds, groups of the last round fill
-    the batch: all their advantages are zero.
-    """
-    loop, rollout = session.loop, session.config.rollout
-    kept, equal, num_sampled, num_unequal, num_rounds = loop.spare, [], 0, 0, 0
-    while len(kept) < rollout.prompts_per_step and num_rounds < rollout.max_sampling_rounds:
-        groups = _sample_round(session)
-        unequal = [group for group in groups if is_unequal(group)]
-        equal = [group for group in groups if not is_unequal(group)]
-        kept = kept + unequal
-        num_sampled += len(groups)
-        num_unequal += len(unequal)
-        num_rounds += 1
-    num_missing = max(rollout.prompts_per_step - len(kept), 0)
-    loop.pending.append(kept[: rollout.prompts_per_step] + equal[:num_missing])
-    loop.spare = kept[rollout.prompts_per_step :]
-    return {
-        "dynamic/rounds": float(num_rounds),
-        "dynamic/groups_sampled": float(num_sampled),
-        "dynamic/groups_kept": float(num_unequal),
-        "dynamic/groups_spare": float(len(loop.spare)),
-        "dynamic/groups_missing": float(num_missing),
-    }
+    def _generate_round(
+        self, engine: RolloutEngine, cursor: Cursor
+    ) -> tuple[list[RolloutGroup], Cursor]:
+        """Generate and grade the completions of the next prompts."""
+        rollout, first = self.config.rollout, cursor.num_prompts
+        with memory_advice(self.config, self.task, "generate"):
+            groups = collect(
+                engine,
+                self.policy,
+                [self.task.prompt(first + number) for number in range(self._batch_size)],
+                task=self.task,
+                num_samples=rollout.samples_per_prompt,
+                sampling=self.sampling,
+                first_group=first,
+                max_turns=rollout.max_turns,
+            )
+        graded = self.scorer.score(groups)
+        cursor = replace(cursor, num_prompts=first + len(groups))
+        if isinstance(self.task, LearningTask):
+            self.task.observe(graded)
+            # a copy: the task goes on to change its own
+            cursor = replace(cursor, task_state=copy.deepcopy(self.task.state()))
+        return graded, cursor
+
+    @property
+    def _batch_size(self) -> int:
+        return self.config.rollout.prompts_per_step
 
 
 def is_unequal(group: RolloutGroup) -> bool:
@@ -58,32 +101,5 @@ def is_unequal(group: RolloutGroup) -> bool:
     return len(rewards) > 1
 
 
-def _sample_round(session: Session) -> list[RolloutGroup]:
-    """Sample and grade the completions of the next prompts that no batch has taken yet."""
-    config, loop = session.config, session.loop
-    with memory_advice(config, session.task, "generate"):
-        groups = _sample_prompts(session)
-    graded = session.scorer.score(groups)
-    if isinstance(session.task, LearningTask):
-        session.task.observe(graded)
-        loop.task = session.task.state()
-    return graded
-
-
-def _sample_prompts(session: Session) -> list[RolloutGroup]:
-    rollout = session.config.rollout
-    first = session.loop.num_prompts
-    prompts = [session.task.prompt(first + i) for i in range(rollout.prompts_per_step)]
-    session.loop.num_prompts += len(prompts)
-    groups = collect(
-        session.engine,
-        session.policy,
-        prompts,
-        task=session.task,
-        num_samples=rollout.samples_per_prompt,
-        sampling=session.sampling,
-        first_group=first,
-        max_turns=rollout.max_turns,
-    )
-    session.loop.num_tokens += sum(len(c.token_ids) for g in groups for c in g.completions)
-    return groups
+def _num_tokens(groups: list[RolloutGroup]) -> int:
+    return sum(len(c.token_ids) for group in groups for c in group.completions)

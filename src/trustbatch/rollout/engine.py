@@ -1,6 +1,7 @@
 """What the rest of the package needs of a rollout engine."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -35,3 +36,13 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """End for good, with every process and file that belongs to the engine."""
         ...
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What samples the completions of a run."""
+
+    trained: RolloutEngine
+    """the trained policy alone"""
+    all: RolloutEngine
+    """with second policies; closing it closes everything"""

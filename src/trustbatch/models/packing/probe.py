@@ -100,7 +100,10 @@ def _logits_packed(model: Any) -> Tensor | None:
     AttentionInterface.register(_PROBE, watched)
     AttentionMaskInterface.register(_PROBE, sdpa_mask)
     device = next(model.parameters()).device
-    units = [Segment(len(_PROMPT), tuple(map(len, _RESPONSES))), *(Segment(len(o)) for o in _OTHERS)]
+    units = [
+        Segment(len(_PROMPT), tuple(map(len, _RESPONSES))),
+        *(Segment(len(o)) for o in _OTHERS),
+    ]
     layout: PackedLayout = PackedLayout.of(units).to(device)
     ids = [*_PROMPT, *(i for part in (*_RESPONSES, *_OTHERS) for i in part)]
     try:

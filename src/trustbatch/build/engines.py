@@ -1,30 +1,27 @@
 """Engines as a configuration describes them: the trained policy's, and those of second policies."""
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
+
+from trustbatch.build.policies import load_model
 from trustbatch.config import Config
-from trustbatch.errors import ConfigError
-from trustbatch.models.policy import Policy, default_precision
+from trustbatch.errors import ConfigError, EngineError
+from trustbatch.models.policy import Policy, default_precision, quiet_bars
 from trustbatch.models.vocabulary import same_tokenizer
 from trustbatch.rollout.chunked_engine import ChunkedEngine
-from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.rollout.engine import Engines, RolloutEngine
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, told_sampling
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.sampling import policy_seed
 from trustbatch.rollout.shared_engine import SharedEngine
 from trustbatch.rollout.vllm.engine import VllmEngine
 from trustbatch.types import SamplingParams
+from trustbatch.utils.cuda_memory import enable_expandable_segments
 from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
 
-
-@dataclass(frozen=True)
-class Engines:
-    """What samples the completions of a run."""
-
-    trained: RolloutEngine
-    """the trained policy alone"""
-    all: RolloutEngine
-    """with second policies; closing it closes everything"""
+if TYPE_CHECKING:  # Ray is imported only where a run has [cluster]
+    from trustbatch.cluster.engine_pool import EnginePool
 
 
 def open_engines(
@@ -171,3 +168,54 @@ def load_second_policies(config: Config, trained: Policy) -> list[Policy]:
         same_tokenizer(policy, trained, top_logprobs=config.rollout.top_logprobs)
         frozen.append(policy.freeze())
     return frozen
+
+
+def open_actor_engines(config: Config, version: int) -> Engines:
+    """Start the engines of an actor: one process of [cluster], with a copy of the policy."""
+    config = _on_own_device(config)
+    if config.cluster is not None and config.cluster.in_flight:
+        # it gets its parts of a batch already divided
+        rollout = config.rollout.model_copy(update={"prompts_per_call": None})
+        config = config.model_copy(update={"rollout": rollout})
+    if config.rollout.engine == "native":
+        enable_expandable_segments()
+    with quiet_bars():
+        policy = _load_actor_policy(config)
+    return open_engines(config, policy, None, version=version)
+
+
+def _on_own_device(config: Config) -> Config:
+    """Return the configuration for the GPU that Ray gave to this actor, its only one."""
+    device = config.model.device
+    if rank_device(device).type == "cpu":
+        return config
+    if not torch.cuda.is_available():
+        raise EngineError(
+            f"model.device = {device!r}, but Ray gave an engine no GPU: set cluster.engine_gpus to "
+            "1, or to a part of one that several share."
+        )
+    return config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
+
+
+def _load_actor_policy(config: Config) -> Policy:
+    """Load the policy where the engine needs it: vLLM has a copy of its own on the GPU."""
+    if config.rollout.engine == "native" or rank_device(config.model.device).type == "cpu":
+        return load_model(config).freeze()
+    precision = config.model.precision
+    if precision == "auto":
+        precision = default_precision("cuda")
+    update = {"device": "cpu", "precision": precision}
+    model = config.model.model_copy(update=update)
+    return load_model(config.model_copy(update={"model": model})).freeze()
+
+
+def pooled_engines(pool: "EnginePool | None", *, version: int) -> Engines:
+    """Return the pool as the engine of this rank; other ranks help to gather the weights."""
+    if num_ranks() == 1:
+        assert pool is not None
+        return Engines(pool.trained(), pool)
+    trained = pool.trained() if pool is not None else None
+    return Engines(
+        SharedEngine(trained, num_owners=1, version=version),
+        SharedEngine(pool, num_owners=1, version=version),
+    )

@@ -1,19 +1,14 @@
 """How the processes of a cluster are doing, for the status file and the metrics."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from trustbatch.loops.rollout_producer import RolloutProducer
+from trustbatch.cluster.actor_pool import ActorPool, Worker
+from trustbatch.loops.producer import RolloutProducer
+from trustbatch.loops.session import Session
 from trustbatch.observe.status import EngineStatus, RunStatus, WorkerState, WorkerStatus
-from trustbatch.session import Session
-
-if TYPE_CHECKING:  # Ray is imported only where a run has [cluster]
-    from trustbatch.cluster.actor_pool import ActorPool, Worker
 
 STEPS_AVERAGED = 10
 SECONDS_BETWEEN = 1.0
@@ -22,18 +17,23 @@ SECONDS_BETWEEN = 1.0
 class LiveStatus:
     """Looks about once a second at engines, reward workers, buffer and waits."""
 
-    def __init__(self, session: Session, producer: RolloutProducer) -> None:
-        assert session.engine_pool is not None
-        config, loop = session.config, session.loop
+    def __init__(
+        self,
+        session: Session,
+        engines: ActorPool,
+        graders: ActorPool | None,
+        producer: RolloutProducer,
+    ) -> None:
+        state = session.state
         self._producer = producer
-        self._loop = loop
+        self._state = state
         self._file = session.run.status
-        self._engines = session.engine_pool.pool
-        self._graders = session.reward_pool
+        self._engines = engines
+        self._graders = graders
         self._status = RunStatus(
-            step=loop.step,
-            steps=config.training.steps,
-            version=loop.step,
+            step=state.step,
+            steps=session.config.training.steps,
+            version=state.step,
             buffer_room=producer.cluster.max_lag // producer.cluster.reuse + 1,
         )
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_AVERAGED)
@@ -65,7 +65,7 @@ class LiveStatus:
 
     def _look(self) -> None:
         status, producer = self._status, self._producer
-        status.buffered_batches = len(self._loop.pending)
+        status.buffered_batches = len(self._state.pending)
         waits = (("trainer", producer.trainer_waits_for), ("producer", producer.producer_waits_for))
         status.waiting_for = "; ".join(f"{who}: {what}" for who, what in waits if what)
         status.engines = {str(w.number): self._engine_status(w) for w in self._engines.workers}

@@ -1,0 +1,215 @@
+"""The session of a run, built from its configuration or restored from a checkpoint."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trustbatch.build.engines import open_actor_engines, open_engines, pooled_engines
+from trustbatch.build.policies import (
+    add_adapters,
+    load_checkpoint,
+    load_model,
+    load_reference,
+    shard_over_ranks,
+)
+from trustbatch.checkpoints.load import newest_checkpoint, restore
+from trustbatch.checkpoints.loop_state import LoopState
+from trustbatch.checkpoints.save import Checkpointer
+from trustbatch.config import Config
+from trustbatch.errors import ConfigError
+from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_suite
+from trustbatch.evaluation.suite import EvaluatedTask
+from trustbatch.loops.session import Session
+from trustbatch.loops.sources import BatchSource, SyncSource
+from trustbatch.models.policy import Policy
+from trustbatch.observe.progress import LiveLine
+from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
+from trustbatch.rewards import Scorer
+from trustbatch.rewards.shared import GroupScorer, SharedScorer
+from trustbatch.rollout.engine import Engines
+from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
+from trustbatch.training.canary import NUM_PROMPTS, Canary
+from trustbatch.training.canary_reference import CanaryNotes
+from trustbatch.training.trainer import Trainer
+from trustbatch.types import SamplingParams
+from trustbatch.utils.cuda_memory import enable_expandable_segments
+from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
+
+if TYPE_CHECKING:
+    from trustbatch.cluster.actor_pool import ActorPool
+    from trustbatch.cluster.engine_pool import EnginePool
+
+
+def build_session(config: Config, task: Task | None = None) -> Session:
+    """Start a run, or continue it if its folder has a checkpoint of the same configuration.
+
+    With several ranks all of them build it, each holds its part, and rank 0 writes the folder.
+    """
+    if config.rollout.engine == "native":
+        enable_expandable_segments()
+    task = configured_task(config) if task is None else task
+    suite = configured_suite(config.evaluation)
+    task = without_overlap(task, [each.task for each in suite])
+    own_scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
+    run = RunFolder(config) if this_rank() == 0 else ReadOnlyRunFolder(config)
+    checkpoint = newest_checkpoint(run.checkpoints)
+    policy = load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
+    replica = _build_replica(config, policy)
+    task = fit_task(task, policy.encode, say=LiveLine().show if this_rank() == 0 else None)
+    trainer = _build_trainer(config, policy)
+    state = restore(checkpoint, trainer) if checkpoint else LoopState()
+    workers = _start_workers(config, task, policy, replica, own_scorer, version=state.step)
+    try:
+        return _assemble(config, task, trainer, state, suite, run, workers)
+    except BaseException:
+        workers.engines.all.close()
+        workers.scorer.close()
+        raise
+
+
+def build_source(session: Session) -> BatchSource:
+    """Return where the batches of a session come from."""
+    if session.config.cluster is None:
+        return SyncSource(session)
+    from trustbatch.cluster.source import ClusterSession, ClusterSource
+
+    assert isinstance(session, ClusterSession)
+    return ClusterSource(session)
+
+
+def configured_task(config: Config) -> Task:
+    """Build the task that [task] describes."""
+    try:
+        return build_task(config.task.name, seed=config.seed, **config.task.options)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"[task] can't be used: {error}") from error
+
+
+def configured_sampling(config: Config, policy: Policy) -> SamplingParams:
+    """Return the sampling parameters that [rollout] describes."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_tokens,
+        stop_token_ids=policy.stop_token_ids,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        top_logprobs=rollout.top_logprobs,
+        logprob_mode=rollout.logprob_mode,
+        anchor_temperature=config.anchor_temperature,
+    )
+
+
+def _build_replica(config: Config, policy: Policy) -> Policy | None:
+    """Copy the policy for a rank's own engine, before its parameters are sharded."""
+    if num_ranks() == 1 or config.rollout.engine != "native" or config.cluster is not None:
+        return None
+    return policy.replica(rank_device(config.model.device), precision=config.rollout.precision)
+
+
+def _build_trainer(config: Config, policy: Policy) -> Trainer:
+    add_adapters(config, policy)
+    reference = load_reference(config, policy)
+    if num_ranks() > 1:
+        shard_over_ranks(config, policy, reference)
+    return Trainer(
+        policy,
+        config.build_objective(),
+        config.training,
+        policy_temperature=config.policy_temperature,
+        seed=config.seed,
+        reference=reference,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Workers:
+    """What generates and grades, in this process or in others."""
+
+    engines: Engines
+    scorer: GroupScorer
+    engine_pool: "EnginePool | None" = None
+    reward_pool: "ActorPool | None" = None
+
+
+def _start_workers(
+    config: Config,
+    task: Task,
+    policy: Policy,
+    replica: Policy | None,
+    own_scorer: Scorer,
+    *,
+    version: int,
+) -> _Workers:
+    if config.cluster is None:
+        engines = open_engines(config, policy, replica, version=version)
+        scorer = SharedScorer(own_scorer) if num_ranks() > 1 else own_scorer
+        return _Workers(engines=engines, scorer=scorer)
+    # Ray is imported only where a run has [cluster]
+    from trustbatch.cluster.engine_pool import EnginePool
+    from trustbatch.cluster.remote_scorer import RemoteScorer
+
+    pool = EnginePool(config, open_actor_engines) if this_rank() == 0 else None
+    engines = pooled_engines(pool, version=version)
+    if pool is None or not config.cluster.reward_workers:
+        return _Workers(engines=engines, scorer=own_scorer, engine_pool=pool)
+    try:
+        remote = RemoteScorer(config, task, own_scorer)
+    except BaseException:
+        engines.all.close()
+        raise
+    return _Workers(engines=engines, scorer=remote, engine_pool=pool, reward_pool=remote.pool)
+
+
+def _assemble(
+    config: Config,
+    task: Task,
+    trainer: Trainer,
+    state: LoopState,
+    suite: list[EvaluatedTask],
+    run: RunFolder,
+    workers: _Workers,
+) -> Session:
+    policy, engines = trainer.policy, workers.engines
+    sampling = configured_sampling(config, policy)
+    checked: dict[str, Any] = {
+        "prompts": [task.prompt(index) for index in range(NUM_PROMPTS)],
+        "logprob_mode": config.rollout.logprob_mode,
+        "anchored": sampling if sampling.records_anchor else None,
+    }
+    canary = Canary(
+        engines.trained,
+        policy,
+        max_tokens=config.rollout.max_tokens,
+        every=config.updates_per_canary,
+        **checked,
+    )
+    # after the canary, whose prompts are the same whenever the run was started
+    if isinstance(task, LearningTask) and state.cursor.task_state:
+        task.load_state(state.cursor.task_state)
+    evaluation = InTrainingEvaluation(config, suite, policy, engines.trained, run)
+    run.start(state.step)
+    parts: dict[str, Any] = {
+        "config": config,
+        "task": task,
+        "policy": policy,
+        "engine": engines.all,
+        "canary": canary,
+        "trainer": trainer,
+        # only now: whoever holds the folder's lock may clean it
+        "checkpointer": Checkpointer(run.checkpoints, trainer, keep=config.run.keep_checkpoints),
+        "run": run,
+        "scorer": workers.scorer,
+        "evaluation": evaluation,
+        "state": state,
+        "sampling": sampling,
+    }
+    if config.cluster is None:
+        return Session(**parts)
+    from trustbatch.cluster.source import ClusterSession
+
+    return ClusterSession(
+        **parts,
+        canary_notes=CanaryNotes(policy, **checked),
+        engine_pool=workers.engine_pool,
+        reward_pool=workers.reward_pool,
+    )

@@ -1,0 +1,99 @@
+"""Where the loop's batches come from: what a source is, and the one that takes turns with it."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from trustbatch.checkpoints.loop_state import LoopState
+from trustbatch.loops.generate import BatchGenerator
+from trustbatch.loops.session import Session
+from trustbatch.observe.step_status import StepStatus
+from trustbatch.types import RolloutBatch
+from trustbatch.utils.distributed import from_rank_zero
+
+
+class BatchSource(Protocol):
+    """Gives the loop its graded batches, in the order of their prompts."""
+
+    def start(self) -> None:
+        """Make sure that engines sample from the policy as it is, before the first batch."""
+        ...
+
+    def next_batch(self) -> RolloutBatch:
+        """Return the batch of the next step."""
+        ...
+
+    def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Take note of a finished step and its version; returns metrics of the generation."""
+        ...
+
+    def checkpoint_state(self) -> LoopState:
+        """Return what a checkpoint of this moment must hold."""
+        ...
+
+    def agreed(self, value: bool) -> bool:
+        """Return rank 0's value on every rank. Collective."""
+        ...
+
+    def close(self) -> None:
+        """End the generation."""
+        ...
+
+
+def batch_generator(session: Session) -> BatchGenerator:
+    """Return what generates the batches of a session."""
+    return BatchGenerator(
+        config=session.config,
+        task=session.task,
+        policy=session.policy,
+        scorer=session.scorer,
+        sampling=session.sampling,
+    )
+
+
+class SyncSource:
+    """Generation and training take turns.
+
+    With `rollout.lag` = L, the batch trained at version v was sampled by version v - L (by version
+    0 in the first L steps): batches wait in `state.pending`, as they would between two machines
+    that work side by side.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._generator = batch_generator(session)
+        self._status = StepStatus(session.run.status, session.config, step=session.state.step)
+        self._num_tokens = 0
+
+    def start(self) -> None:
+        """Check the engine."""
+        self.session.check_engine()
+
+    def next_batch(self) -> RolloutBatch:
+        """Generate until `rollout.lag` batches wait behind the next one."""
+        config, state = self.session.config, self.session.state
+        num_ahead = min(config.rollout.lag, config.training.steps - state.step - 1)
+        self._status.samples()
+        while len(state.pending) <= num_ahead:
+            batch, state.cursor = self._generator.generate(self.session.engine, state.cursor)
+            state.pending.append(batch)
+            self._num_tokens += batch.num_tokens
+        batch = state.pending.popleft()
+        self._status.trains(buffered_batches=len(state.pending))
+        return batch
+
+    def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return how much of the step was generation."""
+        self._status.trained(self.session.state.step, metrics, num_tokens=self._num_tokens)
+        share = metrics["time/generate_seconds"] / metrics["time/step_seconds"]
+        return {"time/generation_busy_share": share}
+
+    def checkpoint_state(self) -> LoopState:
+        """Return the state as it is: nothing is being generated meanwhile."""
+        return self.session.state
+
+    def agreed(self, value: bool) -> bool:
+        """Return rank 0's value on every rank."""
+        return from_rank_zero(value)
+
+    def close(self) -> None:
+        """Nothing is under way."""
