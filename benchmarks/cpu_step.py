@@ -40,7 +40,7 @@ from trustbatch.types import Prompt
 FRAMEWORKS = ("trustbatch", "trl")
 SIZES = ("tiny", "small")
 COLUMNS = ("step", "generate", "score", "train", "cpu")
-"""seconds of a step: in all, its three phases, and CPU time of all threads"""
+"""seconds of a step: total, its three phases, and CPU time of all threads"""
 PACKAGES = ("trustbatch", "trl", "torch", "transformers", "accelerate", "tokenizers")
 RESULT_FILE = Path(__file__).parent / "results" / "cpu_step.json"
 
@@ -54,7 +54,7 @@ LEARNING_RATE, BETAS, WEIGHT_DECAY, GRADIENT_CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What both frameworks do; all that a worker needs to know."""
+    """What both frameworks do; everything a worker needs."""
 
     size: str
     model: str
@@ -104,7 +104,7 @@ class GradedSums:
 
 
 class StepClock:
-    """Notes the wall-clock time at the end of each step, and what its phases took."""
+    """Measures the wall-clock time of each step and of its phases."""
 
     def __init__(self) -> None:
         self._ends: list[float] = []
@@ -112,7 +112,7 @@ class StepClock:
         self._phases: list[dict[str, float]] = []
 
     def end_step(self, *, generate: float, score: float) -> None:
-        """Note that a step has just ended."""
+        """Record the end of a step."""
         self._ends.append(time.perf_counter())
         self._cpu_ends.append(time.process_time())
         self._phases.append({"generate": generate, "score": score})
@@ -196,7 +196,7 @@ def trustbatch_settings(work: Workload) -> dict[str, Any]:
 
 def run_trl(work: Workload) -> dict[str, Any]:
     """Run TRL's GRPOTrainer with a clock in it."""
-    # imported here: the other framework's process must not be changed by it
+    # imported here, so that it does not affect the other framework's process
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -278,7 +278,7 @@ def trl_settings(work: Workload) -> dict[str, Any]:
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": GRADIENT_CLIP,
         "optim": "adamw_torch_fused",
-        # what would only cost time here
+        # features that would only cost time here
         "use_vllm": False,
         "gradient_checkpointing": False,
         "torch_compile": False,
@@ -300,7 +300,7 @@ def run_worker(framework: str, work: Workload, output: Path) -> None:
 
 
 def torch_settings() -> dict[str, Any]:
-    """Return what decides how fast torch is on this CPU, as it stands after the run."""
+    """Return the settings that decide how fast torch is on this CPU, after the run."""
     return {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
@@ -314,7 +314,7 @@ def torch_settings() -> dict[str, Any]:
 
 
 def measure(framework: str, work: Workload) -> dict[str, Any]:
-    """Run one framework in a process of its own and return what it measured."""
+    """Run one framework in its own process and return what it measured."""
     with tempfile.TemporaryDirectory(prefix="cpu-step-") as folder:
         work = Workload(**{**asdict(work), "folder": folder})
         output = Path(folder) / "result.json"
@@ -336,7 +336,7 @@ def measure(framework: str, work: Workload) -> dict[str, Any]:
 
 
 def check_same_work(framework: str, work: Workload, result: Mapping[str, Any]) -> None:
-    """Refuse a run that did less, or more, than the workload."""
+    """Refuse a run that did not do exactly the workload."""
     lengths, threads = result["completion_tokens"], result["torch"]["threads"]
     if lengths != [work.max_tokens] or len(result["steps"]) != work.steps:
         raise SystemExit(
@@ -434,7 +434,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the model of the CPU where the system tells it."""
+    """Return the model of the CPU, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -447,7 +447,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10, help="timed steps in each run")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts a step")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts per step")
     parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
     parser.add_argument(
         "--max-tokens", nargs="+", type=int, default=[4, 16, 64], help="tokens of each completion"

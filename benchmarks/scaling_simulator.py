@@ -14,7 +14,7 @@ LAGS = (0, 1, 2, 4)
 EIGHTHS = (1, 2, 3, 4, 5, 6, 7)
 """shares of the GPUs that sample, in eighths, among which the best split is looked for"""
 COMPLETIONS_PER_GPU = 64
-"""the paper's 512 completions a step on 8 GPUs"""
+"""the paper's 512 completions per step on 8 GPUs"""
 STEPS, SKIP = 18, 6
 SPARE = 6
 """batches beyond the last step, so that the producer does not run dry"""
@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def samples(self) -> float:
-        """Completions trained on in a second."""
+        """Completions trained on per second."""
         return self.setting.completions / self.steady.step
 
 
@@ -79,7 +79,7 @@ class Simulator:
             load=costs.load,
             in_flight=setting.in_flight,
         )
-        return self._told(Outcome(setting, steady(line, skip=SKIP)))
+        return self._report(Outcome(setting, steady(line, skip=SKIP)))
 
     def colocated(self, setting: Setting) -> Outcome:
         """Run the synchronous loop: all GPUs sample, then all train; weights are where they are."""
@@ -91,7 +91,7 @@ class Simulator:
             publish=0.0,
             load=0.0,
         )
-        return self._told(Outcome(setting, steady(line, skip=SKIP)))
+        return self._report(Outcome(setting, steady(line, skip=SKIP)))
 
     def streaming(self, setting: Setting, *, first_finished: bool) -> Outcome:
         """Run engines that are never drained, with in-flight weight updates."""
@@ -111,7 +111,7 @@ class Simulator:
             skip=SKIP,
             first_finished=first_finished,
         )
-        return self._told(Outcome(setting, result))
+        return self._report(Outcome(setting, result))
 
     def _sampled(self, setting: Setting, engines: int, trainers: int) -> list[Batch]:
         key = (id(setting.workload), engines, trainers, setting.completions)
@@ -129,7 +129,7 @@ class Simulator:
             )
         return self._batches
 
-    def _told(self, outcome: Outcome) -> Outcome:
+    def _report(self, outcome: Outcome) -> Outcome:
         self.num_runs += 1
         if time.monotonic() - self._said > 2:
             self._said = time.monotonic()
@@ -148,5 +148,5 @@ def engines_of(gpus: int, eighths: int) -> int:
 
 
 def best(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the one with most samples a second."""
+    """Return the one with the most samples per second."""
     return max(outcomes, key=lambda outcome: outcome.samples)

@@ -12,7 +12,7 @@ from scaling_workload import Workload
 
 
 def percent(share: float) -> str:
-    """Write a share; rounding may make it a little less than none."""
+    """Format a share; rounding may make it slightly negative."""
     return f"{max(share, 0.0):.0%}"
 
 
@@ -23,8 +23,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 COLUMNS = (
-    "split", "step s", "samples/s", "samples/s a GPU",
-    "trainer idle", "engines idle", "rows an engine", "tail", "lag mean / max",
+    "split", "step s", "samples/s", "samples/s per GPU",
+    "trainer idle", "engines idle", "rows per engine", "tail", "lag mean / max",
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def short_table(found: dict[str, list[Outcome]], gpus: Sequence[int]) -> str:
 
 
 def chart(found: dict[str, list[Outcome]], gpus: Sequence[int], caption: str) -> str:
-    """Sample throughput and trainer idle share over the number of GPUs."""
+    """Draw throughput and trainer idle share over the number of GPUs."""
     names = {
         "colocated": "synchronous, all GPUs",
         "6/2 lag 1": "asynchronous as built, lag 1, a quarter of the GPUs samples",
@@ -80,7 +80,7 @@ def chart(found: dict[str, list[Outcome]], gpus: Sequence[int], caption: str) ->
         "several lag 2": "several batches in flight, lag 2, best split",
     }
     throughput = Panel(
-        title="completions a second and GPU",
+        title="completions per second and GPU",
         lines=[
             Line(name=name, values=[each.samples / each.setting.gpus for each in found[key]])
             for key, name in names.items()
@@ -98,7 +98,7 @@ def chart(found: dict[str, list[Outcome]], gpus: Sequence[int], caption: str) ->
 
 
 def fill_marked(page: Path, texts: dict[str, str]) -> None:
-    """Replace what stands between `<!-- NAME -->` and `<!-- /NAME -->`."""
+    """Replace the text between `<!-- NAME -->` and `<!-- /NAME -->`."""
     content = page.read_text(encoding="utf-8")
     for name, text in texts.items():
         pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
@@ -153,7 +153,7 @@ def several_table(found: dict[str, list[Outcome]], gpus: Sequence[int]) -> str:
 
 
 def fixed_table(rows: Sequence[tuple[Outcome, Outcome]]) -> str:
-    """Write what more GPUs do for a batch that does not grow."""
+    """Write the effect of more GPUs on a batch of fixed size."""
     first = rows[0][0]
     written = []
     for one, several in rows:
@@ -183,8 +183,8 @@ def improvements_table(found: Sequence[tuple[str, Outcome]]) -> str:
 
 
 def chunks_table(outcomes: Sequence[Outcome]) -> str:
-    """Write what smaller chunks do."""
+    """Write the effect of smaller chunks."""
     return table(
-        ("chunks an engine", *COLUMNS),
+        ("chunks per engine", *COLUMNS),
         [[str(each.setting.chunks_per_engine), *cells(each)] for each in outcomes],
     )

@@ -3,7 +3,7 @@
     python benchmarks/step_gpu.py [--frameworks trustbatch,trl] [--set training.compile=true]
 
 64 prompts x 8 samples x 512 tokens on Qwen3-0.6B's shape with random weights. Each framework runs
-in a process of its own, one after the other; the first steps warm up, the others are timed. Every
+in its own process, one after the other; the first steps warm up, the others are timed. Every
 step is a JSON line in benchmarks/results/step_gpu.jsonl as soon as it has ended. See
 benchmarks/README.md for what is compared. Without a GPU, `--shape tiny` with small sizes shows that
 the script runs: TRL then generates by transformers, and the figures mean nothing.
@@ -46,7 +46,7 @@ ROOM = 16
 """tokens of vLLM's context that no sequence needs"""
 LEARNING_RATE, BETAS, WEIGHT_DECAY, GRADIENT_CLIP = 1e-6, (0.9, 0.95), 0.01, 1.0
 HALVINGS = 2
-"""of the micro-batch, where the GPU's memory is too small for it"""
+"""of the micro-batch, if the GPU's memory is too small for it"""
 SHORTEST_RUN_SECONDS = 60.0
 
 
@@ -54,7 +54,7 @@ SHORTEST_RUN_SECONDS = 60.0
 
 
 class StepClock:
-    """Notes what each step took, from the end of the step before to its own, and writes it down.
+    """Measures each step, from the end of the one before to its own, and writes the results.
 
     What is not generation counts as training: nothing in the loop is left out.
     """
@@ -73,7 +73,7 @@ class StepClock:
         return self._num_steps == self._work.total_steps
 
     def end_step(self, *, generate: float, tokens: int, details: Mapping[str, float]) -> None:
-        """Note that a step has just ended; refuse one that did other work than asked."""
+        """Record the end of a step; refuse one with other work than configured."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -118,7 +118,7 @@ class StepClock:
 
 
 class EnoughError(Exception):
-    """Ends a run after its last timed step: the checkpoint of a whole run is not wanted here."""
+    """Ends a run after its last timed step, without the checkpoint of a finished run."""
 
 
 def run_trustbatch(work: Workload) -> None:
@@ -299,7 +299,7 @@ def trl_settings(work: Workload, folder: str) -> dict[str, Any]:
         "vllm_gpu_memory_utilization": 0.3,
         "vllm_max_model_length": work.prompt_tokens + work.tokens + ROOM,
         "generation_kwargs": {"ignore_eos": True} if has_gpu else None,  # of vLLM
-        # at this size memory is enough without, and recomputation takes time
+        # not needed at this size, and recomputation takes time
         "gradient_checkpointing": False,
         "logging_strategy": "no",
         "save_strategy": "no",
@@ -323,7 +323,7 @@ def start_worker(work: Workload, seconds: float) -> str:
 
 
 def measure(work: Workload, deadline: float) -> None:
-    """Run one framework, again in smaller micro-batches where the memory was not enough."""
+    """Run one framework, and again with smaller micro-batches if memory runs out."""
     for _ in range(1 + HALVINGS):
         left = deadline - time.monotonic()
         if left < SHORTEST_RUN_SECONDS:
@@ -339,7 +339,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--frameworks", default="trustbatch,trl", help=", ".join(FRAMEWORKS))
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
-    parser.add_argument("--prompts", type=int, default=64, help="prompts a step")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts per step")
     parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of each completion")
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -366,7 +366,7 @@ def parse_arguments() -> argparse.Namespace:
         help="change an argument of GRPOConfig; may be repeated",
     )
     parser.add_argument("--seconds", type=float, default=570.0, help="for all frameworks together")
-    parser.add_argument("--folder", type=Path, help="of the checkpoint; made if it is not there")
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoint; made if missing")
     parser.add_argument("--output", type=Path, default=RESULT_FILE, help="file for JSON lines")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--prepare", nargs=2, help=argparse.SUPPRESS)
@@ -374,12 +374,14 @@ def parse_arguments() -> argparse.Namespace:
     arguments.frameworks = arguments.frameworks.split(",")
     for framework in arguments.frameworks:
         if framework not in FRAMEWORKS:
-            parser.error(f"there is no framework {framework!r}: choose of {', '.join(FRAMEWORKS)}")
+            parser.error(
+                f"there is no framework {framework!r}: choose from {', '.join(FRAMEWORKS)}"
+            )
     return arguments
 
 
 def needed_modules(frameworks: Sequence[str]) -> list[str]:
-    """Return what must be importable."""
+    """Return the packages that must be installed."""
     needed = ["trustbatch", "tomli_w", "tensorboard"]
     if any(framework in TRL_VARIANTS for framework in frameworks):
         needed += ["trl", "datasets", *(["vllm"] if torch.cuda.is_available() else [])]
@@ -409,9 +411,9 @@ def workloads(arguments: argparse.Namespace, model: str, run: str) -> Iterator[W
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Write the checkpoint and what is known of the machine.
+    """Write the checkpoint and a description of the machine.
 
-    In a process of its own, so that the GPU is empty when the first framework starts.
+    In its own process, so that the GPU is empty when the first framework starts.
     """
     folder, run = arguments.prepare
     make_checkpoint(SHAPES[arguments.shape], Path(folder), context=CONTEXT)
@@ -436,7 +438,7 @@ def main() -> None:
     temporary = Path(tempfile.gettempdir()) / f"trustbatch-step-{arguments.shape}"
     folder = arguments.folder or temporary
     works = list(workloads(arguments, str(folder), results.run))
-    for work in works:  # a wrong setting is refused before the work begins
+    for work in works:  # refuse a wrong setting before the work begins
         configure = configure_trustbatch if work.framework == "trustbatch" else trl_settings
         configure(work, "runs")
     options = ["--shape", arguments.shape, "--output", str(arguments.output)]

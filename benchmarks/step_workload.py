@@ -14,7 +14,7 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What both frameworks do; all that a worker needs to know."""
+    """What both frameworks do; everything a worker needs."""
 
     framework: str
     shape: str
@@ -60,7 +60,7 @@ class RandomPrompts:
     name: str = "random_prompts"
 
     def prompt(self, index: int) -> Any:
-        """Return the index-th prompt, of one token a character."""
+        """Return the index-th prompt, with a token per character."""
         # imported here, as everywhere: a process holds one framework
         from trustbatch.types import Prompt
 
