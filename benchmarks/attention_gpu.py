@@ -1,4 +1,4 @@
-"""Time the attention of packed sequences on a GPU, forward and backward, one line of JSON a case.
+"""Time the attention of packed sequences on a GPU, forward and backward, one line of JSON per case.
 
     python benchmarks/attention_gpu.py
 
@@ -42,7 +42,7 @@ def varlen(lengths: list[int]) -> Attention:
 
 
 def one_by_one(lengths: list[int], backend: SDPBackend) -> Attention:
-    """A kernel for each sequence."""
+    """One kernel call per sequence."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
@@ -129,7 +129,7 @@ def measure(
     repeats: int,
 ) -> dict[str, float]:
     """Time the forward pass, and forward and backward together."""
-    # a hair of rounding apart from the other choices, or something is wrong
+    # the choices differ by rounding alone, or something is wrong
     checksum = float((attend(*inputs).float() * gradient.float()).mean())
     forward = milliseconds(lambda: attend(*inputs), repeats)
     both = milliseconds(lambda: torch.autograd.grad(attend(*inputs), inputs, gradient), repeats)

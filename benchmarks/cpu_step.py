@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from cpu_step_model import make_checkpoint
+from session_loop import train_session
+from step_workload import SEED, even_share
+from transformers import AutoTokenizer
 from transformers.utils import logging
-from trustbatch.loops.sync import train_sync
 
 from trustbatch.build.session import build_session
 from trustbatch.config import parse_config
-from trustbatch.models.tiny import PAD_TOKEN, TINY_VOCABULARY, build_model, build_tokenizer
 from trustbatch.observe.progress import Progress
 from trustbatch.tasks.arithmetic import Arithmetic
 from trustbatch.types import Prompt
@@ -40,25 +40,21 @@ from trustbatch.types import Prompt
 FRAMEWORKS = ("trustbatch", "trl")
 SIZES = ("tiny", "small")
 COLUMNS = ("step", "generate", "score", "train", "cpu")
-"""seconds of a step: in all, its three phases, and CPU time of all threads"""
+"""seconds of a step: total, its three phases, and CPU time of all threads"""
 PACKAGES = ("trustbatch", "trl", "torch", "transformers", "accelerate", "tokenizers")
 RESULT_FILE = Path(__file__).parent / "results" / "cpu_step.json"
 
 WARM_UP_STEPS = 2
-SEED = 0
 LEVEL = 2
 """of the arithmetic task: every prompt has the six characters of "12+34=", so none is padded"""
 PROMPT_TOKENS = 6
-SMALL_VOCABULARY = 4096
-NEVER = "<never>"
-"""the end-of-sequence token: its id is one past the model's last logit, so it is never sampled"""
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, GRADIENT_CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What both frameworks do; all that a worker needs to know."""
+    """What both frameworks do; everything a worker needs."""
 
     size: str
     model: str
@@ -104,64 +100,11 @@ class GradedSums:
         return even_share(completion)
 
 
-def even_share(text: str) -> float:
-    """Return the share of characters with an even code point."""
-    return sum(ord(character) % 2 == 0 for character in text) / max(len(text), 1)
-
-
-# --- the checkpoint -------------------------------------------------------------------------------
-
-
-def make_checkpoint(size: str, folder: Path) -> int:
-    """Write a random Qwen3 that never ends a completion; returns its number of parameters."""
-    tokenizer = build_tokenizer() if size == "tiny" else build_small_tokenizer()
-    model = build_model(tokenizer, SEED) if size == "tiny" else build_small_model(tokenizer)
-    tokenizer.add_special_tokens({"eos_token": NEVER})
-    never_id = tokenizer.convert_tokens_to_ids(NEVER)
-    assert never_id == model.config.vocab_size, "the end of sequence must have no logit"
-    model.config.eos_token_id, model.generation_config.eos_token_id = None, never_id
-    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def build_small_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tiny character tokenizer, its vocabulary filled up with single characters."""
-    characters = [token for token in TINY_VOCABULARY if len(token) == 1]
-    fill = [chr(0x4E00 + i) for i in range(SMALL_VOCABULARY - 1 - len(characters))]
-    vocabulary = {token: i for i, token in enumerate([PAD_TOKEN, *characters, *fill])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD_TOKEN)
-
-
-def build_small_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a random float32 Qwen3 of 4.2 million parameters."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        dtype="float32",
-    )
-    torch.manual_seed(SEED)
-    return Qwen3ForCausalLM(config).float()
-
-
 # --- one framework, in its own process ------------------------------------------------------------
 
 
 class StepClock:
-    """Notes the wall-clock time at the end of each step, and what its phases took."""
+    """Measures the wall-clock time of each step and of its phases."""
 
     def __init__(self) -> None:
         self._ends: list[float] = []
@@ -169,7 +112,7 @@ class StepClock:
         self._phases: list[dict[str, float]] = []
 
     def end_step(self, *, generate: float, score: float) -> None:
-        """Note that a step has just ended."""
+        """Record the end of a step."""
         self._ends.append(time.perf_counter())
         self._cpu_ends.append(time.process_time())
         self._phases.append({"generate": generate, "score": score})
@@ -207,9 +150,9 @@ def run_trustbatch(work: Workload) -> dict[str, Any]:
     lengths: set[float] = set()
     rewards: list[float] = []
     try:
-        train_sync(session, TimedProgress(work.size, work.total_steps))
+        train_session(session, TimedProgress(work.size, work.total_steps))
     finally:
-        session.run.close()
+        session.close()
     return {
         "steps": clock.timed_steps(),
         "completion_tokens": sorted(lengths),
@@ -253,7 +196,7 @@ def trustbatch_settings(work: Workload) -> dict[str, Any]:
 
 def run_trl(work: Workload) -> dict[str, Any]:
     """Run TRL's GRPOTrainer with a clock in it."""
-    # imported here: the other framework's process must not be changed by it
+    # imported here, so that it does not affect the other framework's process
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -335,7 +278,7 @@ def trl_settings(work: Workload) -> dict[str, Any]:
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": GRADIENT_CLIP,
         "optim": "adamw_torch_fused",
-        # what would only cost time here
+        # features that would only cost time here
         "use_vllm": False,
         "gradient_checkpointing": False,
         "torch_compile": False,
@@ -357,7 +300,7 @@ def run_worker(framework: str, work: Workload, output: Path) -> None:
 
 
 def torch_settings() -> dict[str, Any]:
-    """Return what decides how fast torch is on this CPU, as it stands after the run."""
+    """Return the settings that decide how fast torch is on this CPU, after the run."""
     return {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
@@ -371,7 +314,7 @@ def torch_settings() -> dict[str, Any]:
 
 
 def measure(framework: str, work: Workload) -> dict[str, Any]:
-    """Run one framework in a process of its own and return what it measured."""
+    """Run one framework in its own process and return what it measured."""
     with tempfile.TemporaryDirectory(prefix="cpu-step-") as folder:
         work = Workload(**{**asdict(work), "folder": folder})
         output = Path(folder) / "result.json"
@@ -393,7 +336,7 @@ def measure(framework: str, work: Workload) -> dict[str, Any]:
 
 
 def check_same_work(framework: str, work: Workload, result: Mapping[str, Any]) -> None:
-    """Refuse a run that did less, or more, than the workload."""
+    """Refuse a run that did not do exactly the workload."""
     lengths, threads = result["completion_tokens"], result["torch"]["threads"]
     if lengths != [work.max_tokens] or len(result["steps"]) != work.steps:
         raise SystemExit(
@@ -491,7 +434,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the model of the CPU where the system tells it."""
+    """Return the model of the CPU, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -504,7 +447,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10, help="timed steps in each run")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts a step")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts per step")
     parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
     parser.add_argument(
         "--max-tokens", nargs="+", type=int, default=[4, 16, 64], help="tokens of each completion"

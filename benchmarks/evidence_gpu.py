@@ -4,8 +4,8 @@
         --plan pact:1,2,3 grpo:1,2 --parallel 6 --minutes 9
 
 Each finished run is one line of --out: its configuration, a few numbers of every step and the
-held-out reward. What is there already, or in --done, is not run again, so that a campaign goes on
-on the next machine. Under `nvidia-cuda-mps-control -d` processes share the GPU better.
+held-out reward. Runs that are in it already, or in --done, are skipped, so that a campaign can
+continue on another machine. Under `nvidia-cuda-mps-control -d` processes share the GPU better.
 """
 
 import argparse
@@ -70,7 +70,7 @@ HELD_OUT_PROMPTS, HELD_OUT_SAMPLES, MAX_TOKENS = 256, 4, 400
 
 
 def main() -> None:
-    """Run what the plan names and is not done, until the minutes are over."""
+    """Run what is planned and not done, until the time is over."""
     args = parse()
     started = time.monotonic()
     done = {line["name"] for path in (args.out, args.done) for line in read_lines(path)}
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def plan(words: list[str]) -> list[dict[str, Any]]:
-    """Return the runs of words such as "grpo:1,2" or "grpo@t1.2,lag8:1", the first word first."""
+    """Return the runs of plans such as "grpo:1,2" or "grpo@t1.2,lag8:1", in their order."""
     jobs = []
     for word in words:
         arm, seeds = word.split(":")
@@ -124,7 +124,7 @@ def work(queue: Any, lock: Any, args: Any, deadline: float, revision: str) -> No
             record = run(job, args)
         except (RuntimeError, TrustbatchError) as error:
             print(f"FAILED {job['name']}: {error}", flush=True)
-            if isinstance(error, DivergedError):  # dead of it, and not of the machine
+            if isinstance(error, DivergedError):  # a failure of the run, not of the machine
                 write(lock, args.out, {**job, "held_out": 0.0, "failed": str(error)})
             continue
         record |= {"seconds": round(time.time() - started, 1), "commit": revision}
@@ -139,7 +139,7 @@ def work(queue: Any, lock: Any, args: Any, deadline: float, revision: str) -> No
 
 
 def write(lock: Any, file: str, record: dict[str, Any]) -> None:
-    """Add a finished run to those that are kept."""
+    """Append a finished run to the file."""
     with lock, Path(file).open("a") as out:
         out.write(json.dumps(record) + "\n")
 
@@ -147,7 +147,7 @@ def write(lock: Any, file: str, record: dict[str, Any]) -> None:
 def run(job: dict[str, Any], args: Any) -> dict[str, Any]:
     """Train one run without checkpoints and evaluate what it has learned."""
     import torch
-    from trustbatch.loops.sync import train_sync
+    from session_loop import train_session
 
     from trustbatch.build.session import build_session
     from trustbatch.config import parse_config
@@ -162,7 +162,7 @@ def run(job: dict[str, Any], args: Any) -> dict[str, Any]:
         session = dataclasses.replace(session, checkpointer=NoCheckpoints())
         try:
             with contextlib.closing(session.run), session.run.status:
-                train_sync(session, Progress(job["name"], 0, stream=nowhere))
+                train_session(session, Progress(job["name"], 0, stream=nowhere))
             session.engine.sleep()
             result = evaluate(
                 session.policy,
@@ -195,7 +195,7 @@ def run(job: dict[str, Any], args: Any) -> dict[str, Any]:
 
 def configuration(job: dict[str, Any], args: Any, folder: str) -> dict[str, Any]:
     """Return the tables of one run."""
-    from trustbatch.studies.scales.scale import set_key
+    from trustbatch.studies.study import set_key
 
     has_lag = any(key == "rollout.lag" for key in REGIMES[job["regime"]])
     num_steps = args.steps or (STEPS_WITH_LAG if has_lag else STEPS)
@@ -225,10 +225,10 @@ class NoCheckpoints:
     """In place of a Checkpointer: these runs leave numbers, not weights."""
 
     def save(self, loop: Any) -> None:
-        """Leave nothing."""
+        """Save nothing."""
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no checkpoint is being written."""
 
     raise_failure = close = finish
 
@@ -241,7 +241,7 @@ def read_lines(path: str | None) -> list[dict[str, Any]]:
 
 
 def commit() -> str:
-    """Return which state of the code is run, where git knows."""
+    """Return the commit of the code, if git knows it."""
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 

@@ -1,10 +1,10 @@
-"""Tables of docs/results.md from the runs that are kept: regimes x objectives, one number a seed.
+"""Tables of docs/results.md from the committed runs: regimes x objectives, a number per seed.
 
     python benchmarks/evidence_table.py --update docs/results.md
     python benchmarks/evidence_table.py results/gpu/runs.jsonl --dead 0.14
     python benchmarks/evidence_table.py --collect STUDY_FOLDER > results/cpu/trust.jsonl
 
---update writes every table anew that stands between <!-- table: FILE DEAD --> and <!-- end -->, and
+--update rewrites every table between <!-- table: FILE DEAD --> and <!-- end -->, and
 every list of paired differences between <!-- paired: FILE ARM --> and <!-- end -->. A run below
 --dead is shown in bold. The last columns are the mean over regimes of the means over seeds, the
 worst regime's mean, and how many runs are dead. --collect makes such a file of the finished runs of
@@ -138,13 +138,13 @@ def differences(file: Path, arm: str) -> str:
 
 
 def _filled_differences(found: re.Match[str]) -> str:
-    """Return a place of the page with the differences of its file."""
+    """Return a section of the page with the differences of its file."""
     file, arm, _ = found.groups()
     return f"<!-- paired: {file} {arm} -->\n{differences(Path(file), arm)}\n<!-- end -->"
 
 
 def _filled(found: re.Match[str]) -> str:
-    """Return a place of the page with the table of its file."""
+    """Return a section of the page with the table of its file."""
     file, dead, _ = found.groups()
     return f"<!-- table: {file} {dead} -->\n{table(Path(file), dead=float(dead))}\n<!-- end -->"
 

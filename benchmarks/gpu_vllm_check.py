@@ -1,8 +1,8 @@
-"""What vLLM really does on this machine: mismatch, updates, sleep, the cost of what is recorded.
+"""What vLLM does on this machine: mismatch, updates, sleep, and the cost of recording.
 
     python benchmarks/gpu_vllm_check.py --output results.jsonl [--model FOLDER] [--cases a,b]
 
-Each case starts vLLM in a process of its own and adds lines to the output as it goes. Without
+Each case starts vLLM in its own process and adds lines to the output as it goes. Without
 --model the policy has the shape of Qwen3-0.6B and random weights; without a GPU it is a tiny one,
 and cases that need a GPU are left out. About five minutes on one H200.
 """
@@ -200,7 +200,7 @@ def check_update(engine: VllmEngine, report: Report, how: str) -> None:
 
 
 def check_sleep(engine: VllmEngine, report: Report) -> None:
-    """Memory given back, an update of a sleeping engine, and the same samples as before."""
+    """Check freed memory, an update of a sleeping engine, and that samples stay the same."""
     asked = requests(engine.policy, prompts=16, samples=1, tokens=32)
     before = engine.generate(asked)
     awake = free_gib()
@@ -324,7 +324,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--model", help="folder of a Hugging Face checkpoint")
-    parser.add_argument("--cases", help=f"some of {','.join(CASES)}; all unless given")
+    parser.add_argument("--cases", help=f"some of {','.join(CASES)}; default: all")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:

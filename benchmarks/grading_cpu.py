@@ -1,4 +1,4 @@
-"""How many completions a second the graders manage, in a pool of processes.
+"""Completions per second of the graders, in a pool of processes.
 
     python benchmarks/grading_cpu.py [--completions 2000] [--workers 2]
 

@@ -1,10 +1,10 @@
-"""How often intervals hold the truth, over simulated evaluations with 30 problems of 16 samples.
+"""Coverage of intervals over simulated evaluations with 30 problems of 16 samples.
 
     python benchmarks/interval_coverage.py [--evaluations 1500] [--pairs 400]
 
 The first table compares plain percentiles, BCa and the intervals of `trustbatch eval`; the second
-is about `trustbatch compare`: how often it tells equal models apart, and how often its interval
-holds the true difference. Both stand in docs/evaluation.md.
+is about `trustbatch compare`: how often it distinguishes equal models, and how often its
+interval contains the true difference. Both are in docs/evaluation.md.
 """
 
 import argparse
@@ -28,12 +28,12 @@ CASES = [
 ]
 PAIRED = [(2, 2), (0.5, 0.5), (0.2, 4), (0.05, 0.5)]
 EXPONENTS = (1.0, 0.7, 0.5)
-"""a second model solves with chance p ** exponent what the first solves with chance p"""
+"""a problem that one model solves with probability p, another solves with p ** exponent"""
 Floats = NDArray[np.float64]
 
 
 def resampled(scores: Floats, method: str) -> Floats:
-    """Return intervals [evaluations, 2] of a bootstrap without imagined problems."""
+    """Return intervals [evaluations, 2] of a bootstrap without pseudo-problems."""
     found = []
     for each in scores:
         if np.ptp(each) == 0:  # BCa is not defined there, and percentiles have no width
@@ -53,7 +53,7 @@ def resampled(scores: Floats, method: str) -> Floats:
 
 
 def coverage(difficulty: tuple[float, float], k: int, num_evaluations: int) -> list[float]:
-    """Return the true score, and how often each kind of interval holds it."""
+    """Return the true score, and how often each kind of interval contains it."""
     generator = np.random.default_rng(1)
     table = np.array([pass_at_k(NUM_SAMPLES, c, k) for c in range(NUM_SAMPLES + 1)])
     chances = generator.beta(*difficulty, (num_evaluations, NUM_PROBLEMS))
@@ -65,7 +65,7 @@ def coverage(difficulty: tuple[float, float], k: int, num_evaluations: int) -> l
 
 
 def paired(difficulty: tuple[float, float], exponent: float, num_pairs: int) -> tuple[float, float]:
-    """Return how often two models are told apart, and how often the interval holds the truth."""
+    """Return how often two models are distinguished, and how often the interval is right."""
     generator = np.random.default_rng(3)
     weights = np.full(NUM_PROBLEMS, 1 / NUM_PROBLEMS)
     everyone = generator.beta(*difficulty, 1_000_000)

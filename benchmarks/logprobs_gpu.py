@@ -1,10 +1,10 @@
-"""Time and memory of log-prob and entropy of a linear head, forward and backward, beside peers.
+"""Time and memory of log-probs and entropy of a linear head, beside other libraries.
 
     python benchmarks/logprobs_gpu.py [--cases plain,ours,...] [--widths 1024,2560] [--tokens 16384]
 
 Hidden states [tokens, width] and a head [151,936, width], random, in bfloat16; the sampled token
-has most of the probability, as in a trained model. Each case is a process of its own. One JSON line
-a case, as it comes: median milliseconds of forward and backward together, GiB beyond the inputs at
+has most of the probability, as in a trained model. Each case is a process of its own. Prints a
+JSON line per case: median milliseconds of forward and backward together, GiB beyond the inputs at
 the peak (both gradients among them), and the distance from float64 of the log-probs of some tokens
 (largest) and of their gradient (relative). A peer that is not installed is named and left out.
 Without a GPU it runs on tiny sizes, to show that it works: it says nothing about speed then.
@@ -36,7 +36,7 @@ FLOAT32_HEAD = "ours-float32-head"
 
 @dataclass
 class Inputs:
-    """What every case is given; the gradient of the loss at a token's log-prob is `credit`."""
+    """The inputs of every case; the gradient of the loss at a token's log-prob is `credit`."""
 
     hidden: Tensor
     weight: Tensor
@@ -248,7 +248,7 @@ def run_case(name: str, tokens: int, vocabulary: int, width: int, repeats: int) 
 
 
 def run_in_process(name: str, width: int) -> dict:
-    """Run one case in a process of its own; says why where there is no result."""
+    """Run one case in its own process, and report why if there is no result."""
     command = [sys.executable, __file__, *sys.argv[1:], "--one", name, "--widths", str(width)]
     try:
         done = subprocess.run(

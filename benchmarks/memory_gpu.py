@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from qwen3_shapes import SHAPES, make_checkpoint
+from session_loop import train_session
 from step_gpu import EnoughError, RandomPrompts
-from trustbatch.loops.sync import train_sync
 from worker_process import Results, describe_machine, end_here, run_worker
 
 from trustbatch.build.session import build_session
@@ -95,7 +95,7 @@ class Peaks:
         def watched_call(*arguments: Any, **keywords: Any) -> Any:
             if not torch.cuda.is_available():
                 return call(*arguments, **keywords)
-            # what lies unused in the allocator would count as reserved by this call
+            # unused memory of the allocator would count as reserved by this call
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             result = call(*arguments, **keywords)
@@ -125,7 +125,7 @@ class UntilStep(Progress):
 def compare(
     name: str, case: Case, model: str, *, steps: int, objective: str
 ) -> list[dict[str, Any]]:
-    """Run the steps of a case; return one record a phase."""
+    """Run the steps of a case, and return a record per phase."""
     task = RandomPrompts(tokens=PROMPT_TOKENS, vocabulary=SHAPES[case.shape].vocabulary)
     peaks = Peaks()
     with tempfile.TemporaryDirectory(prefix="memory-gpu-") as folder:
@@ -135,12 +135,11 @@ def compare(
         session.engine.generate = peaks.watched("generate", session.engine.generate)
         session.trainer.train = peaks.watched("train", session.trainer.train)
         try:
-            train_sync(session, UntilStep(name, steps))
+            train_session(session, UntilStep(name, steps))
         except EnoughError:
             pass
         finally:
-            session.engine.close()
-            session.run.close()
+            session.close()
     records = []
     for phase in plan.phases:
         record = {
@@ -157,7 +156,7 @@ def compare(
 
 
 def show(line: Mapping[str, Any]) -> str:
-    """Return a line for people of a record."""
+    """Format a record for people."""
     if "phase" not in line:
         return json.dumps(dict(line))
     text = f"{line['case']:18} {line['phase']:9} estimated {line['estimated_gib']:7.2f} GiB"
@@ -170,11 +169,11 @@ def show(line: Mapping[str, Any]) -> str:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Make the checkpoint of a case, or run it, and write what comes out."""
+    """Make the checkpoint of a case, or run it, and write the results."""
     results = Results(arguments.output, arguments.run)
     case = CASES[arguments.one]
     folder = arguments.folder / f"trustbatch-memory-{case.shape}"
-    if arguments.prepare:  # in a process of its own, so that the GPU is empty for the case
+    if arguments.prepare:  # in its own process, so that the GPU is empty for the case
         make_checkpoint(SHAPES[case.shape], folder, context=CONTEXT)
         return
     for record in compare(
@@ -188,7 +187,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run each case in a process of its own."""
+    """Run each case in its own process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default="0.6b,1.7b,4b,4b-checkpointing")
     parser.add_argument("--steps", type=int, default=2)

@@ -13,7 +13,7 @@ from trustbatch.build.policies import load_policy
 from trustbatch.build.session import configured_task
 from trustbatch.config import Config, load_config
 from trustbatch.doctor.examine import examine
-from trustbatch.doctor.forwards import in_precision
+from trustbatch.doctor.recompute import in_precision
 from trustbatch.doctor.verdict import judge
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.native.engine import NativeEngine

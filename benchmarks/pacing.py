@@ -1,8 +1,7 @@
-"""Runs whose batches take a given time: the real loops, with waiting added to sampling and training.
+"""Runs whose batches take a given time: the real loop, with sleep added to sampling and training.
 
-Sampling and training on a tiny model take milliseconds. Here each lasts at least as long as it is
-told, by sleeping, so that what is measured is how a loop arranges the two, and not what else a
-small machine does.
+Sampling and training on a tiny model take milliseconds. Here each takes at least a given time, by
+sleeping: what is measured is how the loop overlaps the two, not the speed of a small machine.
 """
 
 import time
@@ -25,7 +24,7 @@ class Paced:
         self.function, self.seconds, self.num_calls = function, seconds, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call, and sleep for what is left."""
+        """Call, and sleep for the rest of the time."""
         start = time.perf_counter()
         seconds = self.seconds[min(self.num_calls, len(self.seconds) - 1)]
         self.num_calls += 1
@@ -36,10 +35,10 @@ class Paced:
 
 @contextmanager
 def paced_loops(generate: Sequence[float], train: Sequence[float]) -> Iterator[None]:
-    """Let one run sample batch b in generate[b - 1] seconds at least, and train in train[b - 1].
+    """Make a run take at least generate[b - 1] seconds to sample batch b, train[b - 1] to train.
 
-    Both loops sample by `collect` and train by `Trainer.train`. If one of them did not, nothing
-    would be paced and figures would be wrong, so that is an error.
+    Generation calls `collect`, and training `Trainer.train`. If either is not called, nothing would
+    be paced and the figures would be wrong, so that is an error.
     """
     collect, trains = batches.collect, Trainer.train
     sampling, training = Paced(collect, generate), Paced(trains, train)
@@ -52,7 +51,7 @@ def paced_loops(generate: Sequence[float], train: Sequence[float]) -> Iterator[N
     if not sampling.num_calls == training.num_calls > 0:
         raise RuntimeError(
             f"{sampling.num_calls} batches were sampled and {training.num_calls} trained on at the "
-            "given pace: make pacing.py wrap what the loops call by now."
+            "given pace: make pacing.py wrap what the loop calls."
         )
 
 
@@ -67,7 +66,7 @@ def make_tiny_model(folder: Path) -> str:
 def run_tiny(
     model: str, folder: Path, *, steps: int, prompts: int = 4, tokens: int = 4, **tables: Any
 ) -> list[dict[str, Any]]:
-    """Train the tiny model on sums; returns the metrics, one dictionary a step."""
+    """Train the tiny model on sums, and return the metrics of each step."""
     rollout = {"prompts_per_step": prompts, "samples_per_prompt": 4, "max_tokens": tokens}
     tree = {
         "model": {"name": model, "device": "cpu"},

@@ -207,7 +207,7 @@ def check_paced(
 
 
 def main() -> None:
-    """Run the parts that are asked for."""
+    """Run the selected parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--lags", type=int, nargs="+", default=(0, 1, 2), help="of paced, async")

@@ -15,7 +15,7 @@ REFILL_BELOW = 0.75
 
 
 def steps_seconds(costs: EngineCosts, *, steps: Any, rows: Any, context: Any) -> Any:
-    """Return the seconds of so many steps, during which no row ends; numbers or arrays."""
+    """Return the seconds of a number of steps in which no row ends; numbers or arrays."""
     read = context * steps + rows * steps * (steps - 1) / 2
     return steps * (costs.step + rows * costs.row) + costs.cached * read
 

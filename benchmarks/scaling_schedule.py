@@ -97,78 +97,133 @@ def simulate_pipeline(
     start and the trainer: the version that a batch needs sees to that.
 
     Args:
-        batches: what is sampled; more than `steps`, so that the producer is as busy at the end as
-        before. engines: how many take chunks. lag: the versions by which a batch may be older than
-        the policy it trains. steps: how many batches are trained. publish: seconds in which the
-        trainer hands a version over. load: seconds in which an engine takes a version over.
-        in_flight: how many batches may be sampled at a time.
+        batches: more than `steps`, so that the producer is as busy at the end as before.
+        engines: number of engines.
+        lag: number of versions by which a batch may be older than the policy it trains.
+        steps: number of batches that are trained.
+        publish: seconds for the trainer to publish a version.
+        load: seconds for an engine to load a version.
+        in_flight: number of batches that may be sampled at a time.
     """
-    line = Timeline(engines=engines, lag_bound=lag)
-    events: list[tuple[float, int, str, int]] = []  # time, order, what, which
-    chunks: deque[tuple[int, Chunk]] = deque()
-    idle = deque(range(engines))
-    loaded = [0] * engines
-    unfinished: dict[int, int] = {}  # batch, chunks of it that are not sampled
-    begun: dict[int, list[tuple[float, Chunk]]] = {}
-    doing = [0] * engines  # batch that the engine samples for
-    version, started, trained, training, order = 0, 0, 0, False, 0
-    ready: set[int] = set()
-    now = 0.0
+    return _Pipeline(
+        batches,
+        engines=engines,
+        lag=lag,
+        steps=steps,
+        publish=publish,
+        load=load,
+        in_flight=in_flight,
+    ).run()
 
-    def at(time: float, what: str, which: int) -> None:
-        nonlocal order
-        order += 1
-        heapq.heappush(events, (time, order, what, which))
 
-    while trained < steps:
-        # the producer
+class _Pipeline:
+    """The state of the simulated asynchronous loop; batches are numbered from 1."""
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        *,
+        engines: int,
+        lag: int,
+        steps: int,
+        publish: float,
+        load: float,
+        in_flight: int,
+    ) -> None:
+        self.batches, self.lag, self.steps = batches, lag, steps
+        self.publish, self.load, self.in_flight = publish, load, in_flight
+        self.line = Timeline(engines=engines, lag_bound=lag)
+        self.now = 0.0
+        self.events: list[tuple[float, int, str, int]] = []
+        """time, order, kind, and the batch that was published or the engine that is done"""
+        self.num_events = 0
+        self.chunks: deque[tuple[int, Chunk]] = deque()
+        self.idle = deque(range(engines))
+        self.loaded = [0] * engines
+        """version that each engine has"""
+        self.sampling = [0] * engines
+        """batch that each engine samples for"""
+        self.unfinished: dict[int, int] = {}
+        """number of chunks of each batch that are not sampled yet"""
+        self.begun: dict[int, list[tuple[float, Chunk]]] = {}
+        self.version, self.started, self.trained, self.is_training = 0, 0, 0, False
+        self.ready: set[int] = set()
+
+    def run(self) -> Timeline:
+        while self.trained < self.steps:
+            self._start_batches()
+            self._start_chunks()
+            self._start_training()
+            if not self.events:
+                raise ValueError(
+                    f"{len(self.batches)} batches are too few for {self.steps} steps at lag "
+                    f"{self.lag}."
+                )
+            self._next_event()
+        return self.line
+
+    def _schedule(self, time: float, kind: str, which: int) -> None:
+        self.num_events += 1
+        heapq.heappush(self.events, (time, self.num_events, kind, which))
+
+    def _start_batches(self) -> None:
+        """The producer: start batches whose version is out."""
         while (
-            started < len(batches)
-            and len(unfinished) < in_flight
-            and version >= max(0, started - lag)
+            self.started < len(self.batches)
+            and len(self.unfinished) < self.in_flight
+            and self.version >= max(0, self.started - self.lag)
         ):
-            started += 1
-            line.sampled_from.append(now)
+            self.started += 1
+            number, line = self.started, self.line
+            line.sampled_from.append(self.now)
             line.sampled.append(float("nan"))
             line.mostly_sampled.append(float("nan"))
-            line.versions.append(max(0, started - 1 - lag))
-            unfinished[started], begun[started] = len(batches[started - 1].chunks), []
-            chunks.extend((started, chunk) for chunk in batches[started - 1].chunks)
-            line.most_pending = max(line.most_pending, started - trained - training)
-        # the engines
-        while chunks and idle:
-            engine = idle.popleft()
-            batch, chunk = chunks.popleft()
-            needed = max(0, batch - 1 - lag)
-            begin = now if loaded[engine] == needed else now + load
-            loaded[engine], doing[engine] = needed, batch
-            begun[batch].append((begin, chunk))
-            line.engine_work.append((now, begin + chunk.seconds))
-            line.row_seconds.append((begin, chunk.row_seconds))
-            at(begin + chunk.seconds, "chunk", engine)
-        # the trainer
-        if not training and trained + 1 in ready:
-            ready.remove(trained + 1)
-            training = True
-            line.taken.append(now)
-            at(now + batches[trained].train + publish, "published", trained + 1)
-        if not events:
-            raise ValueError(f"{len(batches)} batches are too few for {steps} steps at lag {lag}.")
-        now, _, what, which = heapq.heappop(events)
-        if what == "published":
-            version = trained = which
-            training = False
-            line.published.append(now)
-        else:
-            idle.append(which)
-            batch = doing[which]
-            unfinished[batch] -= 1
-            if not unfinished[batch]:
-                del unfinished[batch]
-                ready.add(batch)
-                line.sampled[batch - 1] = now
-                line.mostly_sampled[batch - 1] = _most(begun.pop(batch))
-    return line
+            line.versions.append(max(0, number - 1 - self.lag))
+            chunks = self.batches[number - 1].chunks
+            self.unfinished[number], self.begun[number] = len(chunks), []
+            self.chunks.extend((number, chunk) for chunk in chunks)
+            pending = number - self.trained - self.is_training
+            line.most_pending = max(line.most_pending, pending)
+
+    def _start_chunks(self) -> None:
+        """The engines: idle ones take the oldest chunks, and load their version first."""
+        while self.chunks and self.idle:
+            engine = self.idle.popleft()
+            batch, chunk = self.chunks.popleft()
+            needed = max(0, batch - 1 - self.lag)
+            begin = self.now if self.loaded[engine] == needed else self.now + self.load
+            self.loaded[engine], self.sampling[engine] = needed, batch
+            self.begun[batch].append((begin, chunk))
+            self.line.engine_work.append((self.now, begin + chunk.seconds))
+            self.line.row_seconds.append((begin, chunk.row_seconds))
+            self._schedule(begin + chunk.seconds, "chunk", engine)
+
+    def _start_training(self) -> None:
+        """The trainer: take the next batch if it is ready."""
+        following = self.trained + 1
+        if self.is_training or following not in self.ready:
+            return
+        self.ready.remove(following)
+        self.is_training = True
+        self.line.taken.append(self.now)
+        seconds = self.batches[self.trained].train + self.publish
+        self._schedule(self.now + seconds, "published", following)
+
+    def _next_event(self) -> None:
+        self.now, _, kind, which = heapq.heappop(self.events)
+        if kind == "published":
+            self.version = self.trained = which
+            self.is_training = False
+            self.line.published.append(self.now)
+            return
+        self.idle.append(which)
+        batch = self.sampling[which]
+        self.unfinished[batch] -= 1
+        if not self.unfinished[batch]:
+            del self.unfinished[batch]
+            self.ready.add(batch)
+            self.line.sampled[batch - 1] = self.now
+            self.line.mostly_sampled[batch - 1] = _most(self.begun.pop(batch))
 
 
 def simulate_synchronous(

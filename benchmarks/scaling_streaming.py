@@ -123,7 +123,7 @@ class _Stream:
             self.plan(engine.next_end(), number, engine.event)
 
     def admit(self, number: int, most: int) -> int:
-        """Give an engine up to so many groups, as it has seats and the bound allows."""
+        """Give an engine up to `count` groups, as far as seats and the bound allow."""
         engine, samples = self.engine_pool[number], self.lengths.shape[1]
         seats = max(self.costs.engine.seats, samples)
         admitted = 0

@@ -27,7 +27,7 @@ class Workload:
     """tokens of a prompt"""
 
     def sample(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        """Sample so many groups with replacement, [count, samples]."""
+        """Sample `count` groups with replacement, [count, samples]."""
         return self.groups[generator.integers(len(self.groups), size=count)]
 
 
@@ -40,7 +40,7 @@ def read_lengths(path: Path = LENGTHS) -> np.ndarray:
 def scaled_workload(
     real: np.ndarray, *, mean: int, shape: ModelShape = QWEN3_4B, prompt: int = 200
 ) -> Workload:
-    """Stretch real lengths to a mean; the distribution keeps its form."""
+    """Scale real lengths to a mean; the distribution keeps its shape."""
     groups = np.maximum(np.rint(real * (mean / real.mean())), 1).astype(np.int64)
     return Workload(
         name=f"{shape.name}, {mean:,} tokens",
@@ -51,7 +51,7 @@ def scaled_workload(
 
 
 def equal_workload(workload: Workload) -> Workload:
-    """Give every completion the mean length: what remains is not the stragglers' fault."""
+    """Give every completion the mean length: without stragglers."""
     mean = round(float(workload.groups.mean()))
     groups = np.full_like(workload.groups, mean)
     return Workload(
@@ -63,12 +63,12 @@ def equal_workload(workload: Workload) -> Workload:
 
 
 def deal(groups: np.ndarray, *, num_chunks: int) -> list[np.ndarray]:
-    """Cut groups into chunks of as equal a size as can be, at least one group each."""
+    """Split groups into chunks of nearly equal size, with at least one group each."""
     return np.array_split(groups, min(num_chunks, len(groups)))
 
 
 def price_chunks(costs: EngineCosts, chunks: Sequence[np.ndarray], *, prompt: int) -> list[Chunk]:
-    """Return what each chunk takes an engine; chunks of one size are computed at once."""
+    """Return the time of each chunk on an engine; chunks of one size are computed together."""
     priced: list[Chunk | None] = [None] * len(chunks)
     by_size: dict[int, list[int]] = {}
     for number, chunk in enumerate(chunks):
@@ -92,7 +92,7 @@ def make_batches(
     chunks_per_engine: int = 1,
     seed: int = 0,
 ) -> list[Batch]:
-    """Sample batches; the same seed gives the same lengths, however they are dealt."""
+    """Sample batches; lengths depend on the seed alone, not on the chunks."""
     generator = np.random.default_rng(seed)
     batches = []
     for _ in range(count):

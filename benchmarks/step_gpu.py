@@ -3,7 +3,7 @@
     python benchmarks/step_gpu.py [--frameworks trustbatch,trl] [--set training.compile=true]
 
 64 prompts x 8 samples x 512 tokens on Qwen3-0.6B's shape with random weights. Each framework runs
-in a process of its own, one after the other; the first steps warm up, the others are timed. Every
+in its own process, one after the other; the first steps warm up, the others are timed. Every
 step is a JSON line in benchmarks/results/step_gpu.jsonl as soon as it has ended. See
 benchmarks/README.md for what is compared. Without a GPU, `--shape tiny` with small sizes shows that
 the script runs: TRL then generates by transformers, and the figures mean nothing.
@@ -11,19 +11,20 @@ the script runs: TRL then generates by transformers, and the figures mean nothin
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from memory_watch import MemoryWatch
-from qwen3_shapes import FIRST_CHARACTER, SHAPES, make_checkpoint
+from qwen3_shapes import SHAPES, make_checkpoint
+from step_summary import describe_line, print_summary, summarize
+from step_workload import SEED, RandomPrompts, Workload, even_share
 from worker_process import (
     Results,
     describe_machine,
@@ -43,91 +44,17 @@ RESULT_FILE = Path(__file__).parent / "results" / "step_gpu.jsonl"
 CONTEXT = 4096
 ROOM = 16
 """tokens of vLLM's context that no sequence needs"""
-SEED = 0
 LEARNING_RATE, BETAS, WEIGHT_DECAY, GRADIENT_CLIP = 1e-6, (0.9, 0.95), 0.01, 1.0
 HALVINGS = 2
-"""of the micro-batch, where the GPU's memory is too small for it"""
+"""of the micro-batch, if the GPU's memory is too small for it"""
 SHORTEST_RUN_SECONDS = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What both frameworks do; all that a worker needs to know."""
-
-    framework: str
-    shape: str
-    model: str
-    prompts: int
-    samples: int
-    tokens: int
-    prompt_tokens: int
-    warm_up: int
-    steps: int
-    micro_batch_tokens: int
-    trl_batch: int
-    overrides: tuple[str, ...]
-    trl_overrides: tuple[str, ...]
-    output: str
-    run: str
-
-    @property
-    def sequences(self) -> int:
-        """Completions in a step."""
-        return self.prompts * self.samples
-
-    @property
-    def total_steps(self) -> int:
-        """Steps run."""
-        return self.warm_up + self.steps
-
-    def halved(self) -> "Workload":
-        """Return the same work in micro-batches of half the size."""
-        return replace(
-            self,
-            micro_batch_tokens=max(self.micro_batch_tokens // 2, 1),
-            trl_batch=max(self.trl_batch // 2, 1),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomPrompts:
-    """Prompts of random characters, all of one length, and a reward that differs by chance."""
-
-    tokens: int
-    vocabulary: int
-    name: str = "random_prompts"
-
-    def prompt(self, index: int) -> Any:
-        """Return the index-th prompt, of one token a character."""
-        # imported here, as everywhere: a process holds one framework
-        from trustbatch.types import Prompt
-
-        return Prompt(id=str(index), text=self.text(index), answer="")
-
-    def text(self, index: int) -> str:
-        """Return the text of the index-th prompt."""
-        numbers = random.Random(f"{SEED}:{index}")
-        # half of the vocabulary is far from ASCII and special tokens even in the tiny one
-        return "".join(
-            chr(FIRST_CHARACTER + numbers.randrange(self.vocabulary // 2))
-            for _ in range(self.tokens)
-        )
-
-    def grade(self, prompt: Any, completion: str) -> float:
-        """Return the share of characters with an even code point."""
-        return even_share(completion)
-
-
-def even_share(text: str) -> float:
-    """Return the share of characters with an even code point."""
-    return sum(ord(character) % 2 == 0 for character in text) / max(len(text), 1)
 
 
 # --- one framework, in its own process ------------------------------------------------------------
 
 
 class StepClock:
-    """Notes what each step took, from the end of the step before to its own, and writes it down.
+    """Measures each step, from the end of the one before to its own, and writes the results.
 
     What is not generation counts as training: nothing in the loop is left out.
     """
@@ -146,7 +73,7 @@ class StepClock:
         return self._num_steps == self._work.total_steps
 
     def end_step(self, *, generate: float, tokens: int, details: Mapping[str, float]) -> None:
-        """Note that a step has just ended; refuse one that did other work than asked."""
+        """Record the end of a step; refuse one with other work than configured."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -191,12 +118,12 @@ class StepClock:
 
 
 class EnoughError(Exception):
-    """Ends a run after its last timed step: the checkpoint of a whole run is not wanted here."""
+    """Ends a run after its last timed step, without the checkpoint of a finished run."""
 
 
 def run_trustbatch(work: Workload) -> None:
     """Run the synchronous loop as `trustbatch.train` does, with a clock in it."""
-    from trustbatch.loops.sync import train_sync
+    from session_loop import train_session
 
     from trustbatch.build.session import build_session
     from trustbatch.observe.progress import Progress
@@ -223,12 +150,11 @@ def run_trustbatch(work: Workload) -> None:
     with tempfile.TemporaryDirectory(prefix="step-gpu-") as folder:
         session = build_session(configure_trustbatch(work, folder), task)
         try:
-            train_sync(session, ClockedProgress(work.framework, work.total_steps))
+            train_session(session, ClockedProgress(work.framework, work.total_steps))
         except EnoughError:
             pass
         finally:
-            session.engine.close()
-            session.run.close()
+            session.close()
 
 
 def configure_trustbatch(work: Workload, folder: str) -> Any:
@@ -373,7 +299,7 @@ def trl_settings(work: Workload, folder: str) -> dict[str, Any]:
         "vllm_gpu_memory_utilization": 0.3,
         "vllm_max_model_length": work.prompt_tokens + work.tokens + ROOM,
         "generation_kwargs": {"ignore_eos": True} if has_gpu else None,  # of vLLM
-        # at this size memory is enough without, and recomputation takes time
+        # not needed at this size, and recomputation takes time
         "gradient_checkpointing": False,
         "logging_strategy": "no",
         "save_strategy": "no",
@@ -397,7 +323,7 @@ def start_worker(work: Workload, seconds: float) -> str:
 
 
 def measure(work: Workload, deadline: float) -> None:
-    """Run one framework, again in smaller micro-batches where the memory was not enough."""
+    """Run one framework, and again with smaller micro-batches if memory runs out."""
     for _ in range(1 + HALVINGS):
         left = deadline - time.monotonic()
         if left < SHORTEST_RUN_SECONDS:
@@ -408,69 +334,12 @@ def measure(work: Workload, deadline: float) -> None:
         work = work.halved()
 
 
-def describe_line(line: Mapping[str, Any]) -> str:
-    """Return a result as a line of text."""
-    if "step" in line:
-        kind = "timed" if line["is_timed"] else "warm-up"
-        return (
-            f"{line['framework']:18} step {line['step']} ({kind})  {line['seconds']:8.3f} s  "
-            f"generate {line['generate']:.3f}  train {line['train']:.3f}"
-        )
-    if "peak_gib" in line:
-        peaks = ", ".join(f"{k} {v:.1f}" for k, v in line["peak_gib"]["whole_run"].items())
-        return f"{line['framework']:18} peak GiB: {peaks or 'no GPU'}"
-    return json.dumps(line)
-
-
-def summarize(lines: Sequence[Mapping[str, Any]], frameworks: Sequence[str]) -> dict[str, Any]:
-    """Return medians of the timed steps, peaks, and ratios to the first framework."""
-    summary: dict[str, Any] = {}
-    for framework in frameworks:
-        own = [line for line in lines if line.get("framework") == framework]
-        # after an end for want of memory only the last try counts
-        starts = [n for n, line in enumerate(own) if line.get("step") == 1]
-        own = own[starts[-1] :] if starts else []
-        steps = [line for line in own if line.get("is_timed")]
-        if not steps:
-            continue
-        peaks = [line["peak_gib"]["whole_run"] for line in own if "peak_gib" in line]
-        summary[framework] = {
-            "num_timed": len(steps),
-            **{
-                phase: statistics.median(step[phase] for step in steps)
-                for phase in ("seconds", "generate", "train")
-            },
-            "peak_gib": peaks[-1] if peaks else {},
-        }
-    first = summary.get(frameworks[0])
-    for each in summary.values():
-        if first is not None:
-            each["time_ratio"] = each["seconds"] / first["seconds"]
-            both = each["peak_gib"].get("device"), first["peak_gib"].get("device")
-            each["memory_ratio"] = both[0] / both[1] if all(both) else None
-    return summary
-
-
-def print_summary(summary: Mapping[str, Any], first: str) -> None:
-    """Print one line a framework."""
-    columns = ("s/step", "generate", "train", "device GiB", "reserved", "allocated")
-    print(f"\n{'median':18}" + "".join(f"{c:>11}" for c in columns) + f"   beside {first}")
-    for framework, each in summary.items():
-        peaks = [each["peak_gib"].get(n) for n in ("device", "torch_reserved", "torch_allocated")]
-        times = "".join(f"{each[phase]:11.3f}" for phase in ("seconds", "generate", "train"))
-        memory = "".join(f"{'-' if peak is None else format(peak, '.1f'):>11}" for peak in peaks)
-        ratio = f"time x {each['time_ratio']:.2f}" if "time_ratio" in each else ""
-        if each.get("memory_ratio"):
-            ratio += f", memory x {each['memory_ratio']:.2f}"
-        print(f"{framework:18}{times}{memory}   {ratio}")
-
-
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--frameworks", default="trustbatch,trl", help=", ".join(FRAMEWORKS))
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
-    parser.add_argument("--prompts", type=int, default=64, help="prompts a step")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts per step")
     parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of each completion")
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -497,7 +366,7 @@ def parse_arguments() -> argparse.Namespace:
         help="change an argument of GRPOConfig; may be repeated",
     )
     parser.add_argument("--seconds", type=float, default=570.0, help="for all frameworks together")
-    parser.add_argument("--folder", type=Path, help="of the checkpoint; made if it is not there")
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoint; made if missing")
     parser.add_argument("--output", type=Path, default=RESULT_FILE, help="file for JSON lines")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--prepare", nargs=2, help=argparse.SUPPRESS)
@@ -505,12 +374,14 @@ def parse_arguments() -> argparse.Namespace:
     arguments.frameworks = arguments.frameworks.split(",")
     for framework in arguments.frameworks:
         if framework not in FRAMEWORKS:
-            parser.error(f"there is no framework {framework!r}: choose of {', '.join(FRAMEWORKS)}")
+            parser.error(
+                f"there is no framework {framework!r}: choose from {', '.join(FRAMEWORKS)}"
+            )
     return arguments
 
 
 def needed_modules(frameworks: Sequence[str]) -> list[str]:
-    """Return what must be importable."""
+    """Return the packages that must be installed."""
     needed = ["trustbatch", "tomli_w", "tensorboard"]
     if any(framework in TRL_VARIANTS for framework in frameworks):
         needed += ["trl", "datasets", *(["vllm"] if torch.cuda.is_available() else [])]
@@ -540,9 +411,9 @@ def workloads(arguments: argparse.Namespace, model: str, run: str) -> Iterator[W
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Write the checkpoint and what is known of the machine.
+    """Write the checkpoint and a description of the machine.
 
-    In a process of its own, so that the GPU is empty when the first framework starts.
+    In its own process, so that the GPU is empty when the first framework starts.
     """
     folder, run = arguments.prepare
     make_checkpoint(SHAPES[arguments.shape], Path(folder), context=CONTEXT)
@@ -567,7 +438,7 @@ def main() -> None:
     temporary = Path(tempfile.gettempdir()) / f"trustbatch-step-{arguments.shape}"
     folder = arguments.folder or temporary
     works = list(workloads(arguments, str(folder), results.run))
-    for work in works:  # a wrong setting is refused before the work begins
+    for work in works:  # refuse a wrong setting before the work begins
         configure = configure_trustbatch if work.framework == "trustbatch" else trl_settings
         configure(work, "runs")
     options = ["--shape", arguments.shape, "--output", str(arguments.output)]

@@ -63,7 +63,7 @@ SHORTEST_RUN_SECONDS = 45.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One shape and length; all that a worker needs to know."""
+    """One shape and length; everything a worker needs."""
 
     shape: str
     length: int
@@ -128,7 +128,7 @@ def run_case(case: Case) -> None:
 
 
 def forget_memory(session: Session) -> None:
-    """Give back what an objective before has left, so that the peak is the next one's own."""
+    """Free the memory of the last objective, so that the peak is that of the next one."""
     session.trainer.optimizer.zero_grad(set_to_none=True)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -293,12 +293,12 @@ def attention_forward(shape: Shape, lengths: Sequence[int]) -> float:
 
 
 def recomputes_layers(config: Config) -> bool:
-    """Whether the backward pass computes the layers' forward pass again."""
+    """Return whether the backward pass recomputes the layers."""
     return bool(getattr(config.training, "gradient_checkpointing", False))
 
 
 def estimated_gib(config: Config) -> float:
-    """Return the training phase's peak that `--dry-run` foretells; nothing is generated here."""
+    """Return the peak of training that `--dry-run` estimates; nothing is generated here."""
     return estimate_memory(config).phase("train").total / 2**30
 
 
@@ -355,7 +355,7 @@ def overrides_of(given: Sequence[str], shape: str, length: int) -> tuple[str, ..
 
 
 def measure(case: Case, deadline: float) -> None:
-    """Run one case, again in smaller micro-batches while the GPU's memory is too small."""
+    """Run one case, and again with smaller micro-batches while memory runs out."""
     results = Results(Path(case.output), case.run)
     while True:
         left = deadline - time.monotonic()
@@ -451,9 +451,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Write the checkpoints and what is known of the machine.
+    """Write the checkpoints and a description of the machine.
 
-    In a process of its own, so that the GPU is empty when the first case starts.
+    In its own process, so that the GPU is empty when the first case starts.
     """
     results = Results(arguments.output, arguments.prepare)
     results.add(describe_machine())
@@ -479,7 +479,7 @@ def main() -> None:
     results.add({"command": f"python {' '.join(sys.argv)}"})
     for case in cases(arguments, results.run):
         for objective in case.objectives:
-            configure(case, objective, "runs")  # a wrong setting is refused before the work begins
+            configure(case, objective, "runs")  # refuse a wrong setting before the work begins
     ending = run_worker(
         "prepare",
         [*sys.argv[1:], "--prepare", results.run],

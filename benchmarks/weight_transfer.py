@@ -47,7 +47,7 @@ def shapes_of(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 class Engine:
-    """Has tensors of its own and fills them with what is published."""
+    """Copies published weights into its own tensors."""
 
     def __init__(self, shapes: list[tuple[str, tuple[int, ...]]], dtype: Any, device: str) -> None:
         torch.set_num_threads(1)
@@ -61,7 +61,7 @@ class Engine:
 
 
 def publisher_for(method: str, folder: Path) -> Any:
-    """Return the publisher of a run with such a setting."""
+    """Return the publisher of a run with this transfer method."""
     from trustbatch.cluster.direct import DirectPublisher
     from trustbatch.cluster.publications import DiskPublisher, SharedMemoryPublisher
 
@@ -71,7 +71,7 @@ def publisher_for(method: str, folder: Path) -> Any:
 
 
 def measure(method: str, engines: list[Any], weights: list[tuple[str, Tensor]], rounds: int) -> str:
-    """Publish some versions, and return a line of what publishing and taking them over took."""
+    """Publish some versions, and return the times of publishing and of loading them."""
     import ray
 
     publishing, taking = [], []

@@ -42,7 +42,7 @@ class Results:
             return []
         whole = self.file.read_text(encoding="utf-8").rpartition("\n")[
             0
-        ]  # a line may be half there
+        ]  # a line may be incomplete
         lines = [json.loads(line) for line in whole.splitlines()]
         return [line for line in lines if line["run"] == self.run]
 
@@ -85,7 +85,7 @@ def run_worker(
                 ending = "late"
             else:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
-        _end(process)  # what it has started itself may still hold the GPU's memory
+        _end(process)  # its child processes may still hold GPU memory
     if ending != "done":
         text = log.read_text(encoding="utf-8", errors="replace")
         if ending == "failed" and "out of memory" in text.lower():
@@ -105,18 +105,18 @@ def _end(process: subprocess.Popen[Any]) -> None:
         except subprocess.TimeoutExpired:
             continue
         except ProcessLookupError:
-            return  # nobody is left
+            return  # no process is left
 
 
 def end_here() -> None:
-    """End this worker at once: to take engines down in order may take long, or never end."""
+    """End this worker immediately: an orderly shutdown of engines may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def refuse_missing(modules: Sequence[str]) -> None:
-    """Stop before anything is started if a package is not there."""
+    """Exit before anything is started if a package is missing."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         sys.exit(f"This needs {', '.join(missing)}: install it, or choose what does without.")
@@ -125,7 +125,7 @@ def refuse_missing(modules: Sequence[str]) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of what is installed of the packages that matter here."""
+    """Return the versions of the installed packages that matter."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -88,7 +88,7 @@ def words(verdict: Verdict) -> str:
 
 
 class Rewriting(NativeEngine):
-    """Samples as the request says, but records log-probs as if other settings had been asked for."""
+    """Samples as requested, but records log-probs as if other settings had been requested."""
 
     recorded: dict[str, Any]
 
@@ -216,7 +216,7 @@ def test_a_healthy_stack_is_on_policy(model_folder: Path, seed: int) -> None:
     config = config_of(model_folder, seed=seed)
     verdict, examination = diagnose(config, policy, NativeEngine(policy, seed=seed))
     assert verdict.is_on_policy
-    assert verdict.sentences[0].startswith("On-policy: what differs is the rounding of float32")
+    assert verdict.sentences[0].startswith("On-policy up to the rounding of float32")
     assert examination.sampling.total.one_minus_ess < 1e-9
     assert abs(examination.sampling.total.mean_ratio - 1.0) < 1e-5
     assert examination.probe.share == pytest.approx(1.0, abs=1e-3)
@@ -321,10 +321,10 @@ def test_a_perturbed_layer_is_named(model_folder: Path) -> None:
     spoil(copy)
     verdict, _ = diagnose(config_of(model_folder), load(model_folder), Perturbed(copy, seed=0))
     assert found(verdict) == ({"wrong_weights"}, set())
-    assert "arrive but do not cure it" in words(verdict)
+    assert "arrive but do not fix it" in words(verdict)
 
 
-def test_wrong_weights_that_an_update_cures_are_named(model_folder: Path) -> None:
+def test_wrong_weights_that_an_update_fixes_are_named(model_folder: Path) -> None:
     copy = load(model_folder)
     spoil(copy)
     verdict, _ = diagnose(config_of(model_folder), load(model_folder), NativeEngine(copy, seed=0))
@@ -382,7 +382,7 @@ def test_the_tempered_policy_is_on_policy_at_its_own_temperature(model_folder: P
 @pytest.mark.parametrize(
     ("own", "cause", "sentence"),
     [
-        ({"temperature": 0.7}, "temperature", "sampled at T = 0.7, but rollout.temperature asks"),
+        ({"temperature": 0.7}, "temperature", "sampled at T = 0.7, but rollout.temperature is"),
         ({"top_p": 0.8}, "support", "sampled with top_p = 0.8, but all tokens is configured"),
         ({"top_k": 5}, "support", "sampled with top_k = 5, but all tokens is configured"),
     ],
@@ -426,7 +426,7 @@ def test_tokens_that_fit_no_law_are_named(model_folder: Path) -> None:
     _, healthy = diagnose(config, policy, NativeEngine(policy, seed=0))
     sampling = replace(healthy.sampling, z=dict.fromkeys(healthy.sampling.z, 9.0))
     verdict = judge(replace(healthy, sampling=sampling), config)
-    assert found(verdict) == ({"unknown_law"}, set())
+    assert found(verdict) == ({"unknown_distribution"}, set())
 
 
 def test_what_comes_later_is_noted(model_folder: Path) -> None:
@@ -516,7 +516,7 @@ def test_another_anchor_is_named(
     )
     assert verdict.causes(Status.FAULT) == ["anchor"]
     assert named in words(verdict)
-    assert "softmax(logits / 1) before it tempers and cuts" in words(verdict)
+    assert "softmax(logits / 1) before temperature and truncation" in words(verdict)
     assert examination.sampling.parts["arithmetic"].max_abs < 1e-4, (
         "what was sampled is as recorded"
     )

@@ -413,5 +413,6 @@ def test_the_plan_lists_second_policies(
     printed = capsys.readouterr().out
     assert "share = 0.3" in printed
     assert (
-        "policy      other: samples 30% at temperature 0.6, 330,496 parameters, 1.3 MiB" in printed
+        "policy      other: 30% of samples at temperature 0.6, 330,496 parameters, 1.3 MiB"
+        in printed
     )

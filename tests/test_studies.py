@@ -22,21 +22,21 @@ from trustbatch.config import Config, parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.models.loading import count_parameters
 from trustbatch.observe.run_folder import read_metrics
+from trustbatch.studies.benchmarks import BASE_MODEL, benchmark_jobs, benchmarks
 from trustbatch.studies.command import add_study_arguments, requested_pace, requested_study
 from trustbatch.studies.definitions import DEFINITIONS
-from trustbatch.studies.definitions.benchmarks import BASE_MODEL, benchmark_jobs, benchmarks
 from trustbatch.studies.folder import StudyFolder, write_failure
-from trustbatch.studies.job import Job
-from trustbatch.studies.planned_jobs import training_jobs
-from trustbatch.studies.resolve import run_tree
+from trustbatch.studies.jobs import Job, run_tree, training_jobs
 from trustbatch.studies.results import plain_name
 from trustbatch.studies.runner import Pace, run_jobs
-from trustbatch.studies.scales.cpu import cpu_scale
-from trustbatch.studies.scales.gpu import gpu_scale
-from trustbatch.studies.scales.paper import paper_scale, small_paper_scale
-from trustbatch.studies.scales.scale import Scale
-from trustbatch.studies.scales.smoke import smoke_scale
-from trustbatch.studies.study import Arm, Study
+from trustbatch.studies.scales import (
+    cpu_scale,
+    gpu_scale,
+    paper_scale,
+    small_paper_scale,
+    smoke_scale,
+)
+from trustbatch.studies.study import Arm, Scale, Study
 from trustbatch.studies.worker import Worker
 
 SCALES = {
@@ -353,7 +353,7 @@ def test_a_dry_run_of_the_paper_needs_neither_hub_nor_gpu(
     assert "8,190,735,360 parameters" in shown
     assert "6 trainers with 1 CPU and 1 GPU each" in shown
     assert "2 engines with 1 CPU and 1 GPU each" in shown
-    assert "which is 8 GPU of Ray's 8" in shown
+    assert "in total 8 of Ray's 8 GPUs" in shown
     assert " fits: needs" in shown
 
 

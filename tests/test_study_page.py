@@ -30,11 +30,12 @@ from trustbatch.studies.comparisons import (
     common_label,
     holm,
     mean_interval,
+    t_probability,
+    t_quantile,
     table_rows,
 )
 from trustbatch.studies.comparisons import PairedDifference as Difference
-from trustbatch.studies.curves_csv import all_runs_csv, paper_csv, reward_points
-from trustbatch.studies.hyper_parameters import hyper_parameters
+from trustbatch.studies.curves import all_runs_csv, paper_csv, reward_points
 from trustbatch.studies.page import hardware, write_csv, write_study_page
 from trustbatch.studies.results import (
     FINAL_REWARD,
@@ -45,9 +46,8 @@ from trustbatch.studies.results import (
     read_study,
     regime_labels,
 )
-from trustbatch.studies.student_t import t_probability, t_quantile
 from trustbatch.studies.study import Arm
-from trustbatch.studies.tables import arm_columns
+from trustbatch.studies.tables import arm_columns, hyper_parameters
 from trustbatch.studies.verdict import judge, verdict
 
 EVIL = '<script>alert(1)</script></pre></title><img src=x onerror=alert(2)>"\' onload="alert(3)'

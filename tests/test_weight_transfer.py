@@ -252,7 +252,7 @@ def test_auto_is_direct_where_the_versions_leave_room(
     asked: str, share: float, method: str, tiny_folder: Path
 ) -> None:
     from trustbatch.cluster.transfer_method import transfer_method
-    from trustbatch.plan.published import published_bytes
+    from trustbatch.plan.demand import published_bytes
 
     tree = {
         "model": {"name": str(tiny_folder), "device": "cuda"},

@@ -237,7 +237,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.plan import describe_plan
     from trustbatch.plan.hardware import find_hardware, has_gpu
     from trustbatch.plan.memory import GIB
-    from trustbatch.plan.prompts import prompt_encoder
+    from trustbatch.plan.token_counts import prompt_encoder
     from trustbatch.rewards import Scorer
     from trustbatch.rollout.vllm.engine import require_vllm
     from trustbatch.tasks import fit_task, without_overlap
@@ -301,8 +301,7 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.build.session import configured_task
     from trustbatch.config import load_config
     from trustbatch.doctor.examine import examine
-    from trustbatch.doctor.show import show, to_record
-    from trustbatch.doctor.verdict import judge
+    from trustbatch.doctor.verdict import judge, show, to_record
     from trustbatch.tasks import fit_task
     from trustbatch.utils.terminal import LiveLine
 

@@ -11,8 +11,8 @@ from trustbatch.cluster.direct import DirectPublisher
 from trustbatch.cluster.publications import DiskPublisher, Publisher, SharedMemoryPublisher
 from trustbatch.config import Config
 from trustbatch.models.loading import default_precision
+from trustbatch.plan.demand import keeps_published_on_gpu, published_bytes
 from trustbatch.plan.outline import ModelOutline
-from trustbatch.plan.published import may_wait_on_gpu, published_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def transfer_method(config: Config, *, ray_gpus: float, gpu_memory: float) -> st
         return "shared_memory"
     outline = ModelOutline.read(config.model.name, trust_remote_code=config.model.trust_remote_code)
     num_bytes = published_bytes(config, outline.num_parameters)
-    if may_wait_on_gpu(config, num_bytes, gpu_memory=gpu_memory):
+    if keeps_published_on_gpu(config, num_bytes, gpu_memory=gpu_memory):
         return "direct"
     return "shared_memory"
 

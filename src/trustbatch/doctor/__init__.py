@@ -1,4 +1,5 @@
-"""The doctor: is this stack on-policy, and if not, what is it that differs?
+"""The doctor: is this stack on-policy, and if not, what differs?
 
-Reading order: samples, laws, recompute, search, forwards, probe, examine, verdict, show.
+Reading order: distributions, examined_tokens, recompute, search, arithmetic, sampling, probe,
+examine, findings, verdict.
 """

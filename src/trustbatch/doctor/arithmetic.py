@@ -1,6 +1,6 @@
 """Weights and precision: does the engine compute what the trainer computes?
 
-Measured on tokens sampled at temperature 1 without a cut, so that no sampling setting plays a part.
+Measured on tokens sampled at temperature 1 without truncation: sampling settings have no effect.
 """
 
 from collections.abc import Callable
@@ -9,20 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trustbatch.doctor.distributions import Mismatch, SamplingDistribution
 from trustbatch.doctor.examined_tokens import ExaminedTokens
-from trustbatch.doctor.forwards import FORWARDS, in_precision
-from trustbatch.doctor.recompute import Layout, recompute
-from trustbatch.doctor.sampling_distributions import Mismatch, SamplingDistribution
+from trustbatch.doctor.recompute import PRECISIONS, Layout, in_precision, recompute
 from trustbatch.doctor.search import search
 from trustbatch.models.policy import Policy
 
 PLAIN = SamplingDistribution()
 FLOAT32_NOISE = 1e-4
-"""mean |l| that float32 engines are allowed: a hundred times what is usual"""
+"""mean |l| allowed between float32 engines: a hundred times the usual value"""
 NOISE_FACTOR = 3.0
-"""two computations in a low precision may differ by this many times its effect on the trainer"""
+"""two low-precision computations may differ by this times the effect on the trainer"""
 SAME_ROUNDING = 0.6
-"""correlation of errors above which they have the same cause"""
+"""correlation of errors above which they count as the same rounding"""
 
 
 @dataclass(frozen=True)
@@ -30,21 +29,21 @@ class ArithmeticResult:
     """How engine and trainer differ on the same tokens, and what explains it."""
 
     mismatch: Mismatch
-    """of engine and trainer"""
+    """engine against trainer"""
     allowed: float
     """mean |l| that rounding in the trainer's precision explains"""
     uncertainty: float
-    """mean |l| up to which the trainer itself does not know better"""
+    """mean |l| up to which the trainer disagrees with itself"""
     effects: dict[str, Mismatch]
-    """what computing in another precision does to the trainer's own log-probs"""
+    """effect of other precisions on the trainer's own log-probs"""
     likeness: dict[str, float]
-    """correlation of the engine's error with each of these effects"""
+    """correlation of the engine's error with each effect"""
     explained_by: str | None
-    """precision that the engine evidently computes in, where it is not the trainer's"""
-    own_law: SamplingDistribution | None
-    """sampling settings that the engine evidently adds of its own accord"""
+    """precision that the engine evidently computes in, if it is not the trainer's"""
+    own_settings: SamplingDistribution | None
+    """sampling settings that the engine evidently adds to the configured ones"""
     layouts: dict[str, Mismatch]
-    """the trainer against itself, packed in other ways"""
+    """the trainer against itself with other packings"""
 
     @property
     def is_within_noise(self) -> bool:
@@ -54,47 +53,47 @@ class ArithmeticResult:
     @property
     def is_explained(self) -> bool:
         """Whether rounding, a precision or sampling settings explain the difference."""
-        return self.is_within_noise or bool(self.explained_by or self.own_law)
+        return self.is_within_noise or bool(self.explained_by or self.own_settings)
 
 
 def examine_arithmetic(
-    policy: Policy, samples: ExaminedTokens, layout: Layout, *, say: Callable[[str], None]
+    policy: Policy, tokens: ExaminedTokens, layout: Layout, *, say: Callable[[str], None]
 ) -> ArithmeticResult:
-    """Recompute tokens sampled under the plain law in several precisions and layouts."""
+    """Recompute tokens sampled at T = 1 without truncation in several precisions and layouts."""
 
     def logp(precision: str | None = None, packed: Layout = layout) -> Tensor:
         with in_precision(policy, precision):
-            return recompute(policy, samples, [PLAIN], packed)[PLAIN].logp
+            return recompute(policy, tokens, [PLAIN], packed)[PLAIN].logp
 
     own = logp()
-    error = samples.recorded - own
+    error = tokens.recorded - own
     changes: dict[str, Tensor] = {}
-    for precision in FORWARDS:
+    for precision in PRECISIONS:
         if precision != policy.precision or precision == "bfloat16":
-            say(f"recomputing {samples.num_tokens} tokens in {precision}")
+            say(f"recomputing {tokens.num_tokens} tokens in {precision}")
             changes[precision] = logp(precision) - own
     mismatch = Mismatch.of(-error)
     effects = {name: Mismatch.of(-change) for name, change in changes.items()}
     likeness = {name: _cosine(error, change) for name, change in changes.items()}
     allowed = _allowed(policy.precision, effects)
-    say("packing the trainer's batches in other ways")
+    say("recomputing with other packings")
     layouts = {
         name: Mismatch.of(own - logp(packed=other))
-        for name, other in _others(layout, samples).items()
+        for name, other in _others(layout, tokens).items()
     }
-    # an engine can't agree better with the trainer than the trainer with itself
+    # the engine can't agree with the trainer better than the trainer with itself
     disagreement = max(found.mean_abs for found in layouts.values())
     uncertainty = max(allowed, NOISE_FACTOR * disagreement)
-    explained_by, own_law = None, None
+    explained_by, own_settings = None, None
     if not mismatch.mean_abs <= uncertainty:
         explained_by = _matching_precision(
-            policy.precision, samples.provenance.precision, mismatch, effects, likeness
+            policy.precision, tokens.provenance.precision, mismatch, effects, likeness
         )
         if explained_by is None:
             say("trying sampling settings")
-            found = search(policy, samples, PLAIN, layout)
+            found = search(policy, tokens, PLAIN, layout)
             if found.recorded != PLAIN and found.recorded_residual <= NOISE_FACTOR * uncertainty:
-                own_law = found.recorded
+                own_settings = found.recorded
     return ArithmeticResult(
         mismatch=mismatch,
         allowed=allowed,
@@ -102,7 +101,7 @@ def examine_arithmetic(
         effects=effects,
         likeness=likeness,
         explained_by=explained_by,
-        own_law=own_law,
+        own_settings=own_settings,
         layouts=layouts,
     )
 
@@ -121,22 +120,22 @@ def _matching_precision(
     effects: dict[str, Mismatch],
     likeness: dict[str, float],
 ) -> str | None:
-    """Return the precision whose rounding errors are the engine's, or are as large as declared."""
+    """Return the precision whose rounding correlates with the errors, or the declared one."""
     others = [name for name in effects if name != trainer]
     best = max(others, key=lambda name: likeness[name])
     if likeness[best] > SAME_ROUNDING:
         return best
     declared = engine in others
-    # kernels differ in how they scale, so errors need not be alike: their size must fit
+    # kernels scale differently, so errors need not correlate: their size must match
     if declared and mismatch.mean_abs <= NOISE_FACTOR * effects[engine].mean_abs:
         return engine
     return None
 
 
-def _others(layout: Layout, samples: ExaminedTokens) -> dict[str, Layout]:
-    """Return layouts that ought to give the same numbers."""
-    lengths = [sequence.num_tokens for sequence in samples.sequences]
-    # small enough to make several batches of what would be one
+def _others(layout: Layout, tokens: ExaminedTokens) -> dict[str, Layout]:
+    """Return layouts that should give the same numbers."""
+    lengths = [sequence.num_tokens for sequence in tokens.sequences]
+    # small enough for several batches
     smaller = max(min(layout.max_tokens, sum(lengths)) // 4, *lengths)
     return {
         f"micro_batch_tokens = {smaller}": Layout(smaller, layout.share_prompts),

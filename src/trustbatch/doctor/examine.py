@@ -1,17 +1,21 @@
-"""The examination: sample, recompute, probe. Nothing is trained and nothing is written."""
+"""The examination: sample, recompute and probe; nothing is trained or written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from trustbatch.build.session import configured_sampling
 from trustbatch.config import Config
-from trustbatch.doctor.anchor import AnchorResult, examine_anchor
 from trustbatch.doctor.arithmetic import PLAIN, ArithmeticResult, examine_arithmetic
+from trustbatch.doctor.distributions import SamplingDistribution
 from trustbatch.doctor.examined_tokens import ExaminedTokens, sample_tokens
 from trustbatch.doctor.probe import ProbeResult, probe_updates
 from trustbatch.doctor.recompute import Layout, recompute
-from trustbatch.doctor.sampling import SamplingResult, examine_sampling
-from trustbatch.doctor.sampling_distributions import SamplingDistribution
+from trustbatch.doctor.sampling import (
+    AnchorResult,
+    SamplingResult,
+    examine_anchor,
+    examine_sampling,
+)
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import Task
@@ -23,20 +27,20 @@ PROBE_TOKENS = 256
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything that was measured."""
+    """All measurements."""
 
     policy: str
     trainer_precision: str
     policy_temperature: float
     logprob_mode: str
-    """that the configuration asks for"""
+    """as configured"""
     engine: Provenance
     num_sequences: int
     num_tokens: int
     arithmetic: ArithmeticResult
     sampling: SamplingResult
     anchor: AnchorResult | None
-    """where the objective pulls to another distribution than the recorded one"""
+    """None unless the engine records an anchor beside the sampled distribution"""
     probe: ProbeResult
 
 
@@ -49,32 +53,32 @@ def examine(
     num_tokens: int = DEFAULT_TOKENS,
     say: Callable[[str], None],
 ) -> Examination:
-    """Examine a stack; the policy's weights are afterwards what they were before."""
+    """Examine a stack; the policy's weights are unchanged afterwards."""
     sampling = configured_sampling(config, policy)
     configured = SamplingDistribution.of(sampling)
     layout = Layout(config.training.micro_batch_tokens, config.training.share_prompts)
     plain_sampling = SamplingParams(
         max_tokens=sampling.max_tokens,
         stop_token_ids=sampling.stop_token_ids,
-        logprob_mode=sampling.logprob_mode,  # at T = 1 without a cut both record the same
+        logprob_mode=sampling.logprob_mode,  # at T = 1 without truncation both modes agree
     )
 
     def sample(
-        label: str, how: SamplingParams = plain_sampling, wanted: int = PROBE_TOKENS
+        label: str, params: SamplingParams = plain_sampling, num: int = PROBE_TOKENS
     ) -> ExaminedTokens:
-        say(f"sampling {wanted} tokens ({label})")
-        return sample_tokens(engine, policy, task.prompt, how, num_tokens=wanted, label=label)
+        say(f"sampling {num} tokens ({label})")
+        return sample_tokens(engine, policy, task.prompt, params, num_tokens=num, label=label)
 
-    plain = sample("plain", wanted=num_tokens)
+    plain = sample("plain", num=num_tokens)
     is_plain = configured == PLAIN and not sampling.records_anchor
-    samples = plain if is_plain else sample("configured", sampling, wanted=num_tokens)
+    tokens = plain if is_plain else sample("configured", sampling, num=num_tokens)
     arithmetic = examine_arithmetic(policy, plain, layout, say=say)
     result = examine_sampling(
         policy,
-        samples,
+        tokens,
         layout,
         configured=configured,
-        policy_law=SamplingDistribution(config.policy_temperature),
+        trained=SamplingDistribution(config.policy_temperature),
         recorded_by_config=PLAIN if sampling.logprob_mode == "raw" else configured,
         engine_precision=arithmetic.explained_by,
         weights_agree=arithmetic.is_explained,
@@ -84,7 +88,7 @@ def examine(
     if sampling.records_anchor:
         anchor = examine_anchor(
             policy,
-            samples,
+            tokens,
             layout,
             expected=SamplingDistribution(config.policy_temperature),
             configured=configured,
@@ -95,16 +99,16 @@ def examine(
         engine,
         policy,
         sample,
-        lambda sampled: recompute(policy, sampled, [PLAIN], layout)[PLAIN].logp,
+        lambda probed: recompute(policy, probed, [PLAIN], layout)[PLAIN].logp,
     )
     return Examination(
         policy=policy.name,
         trainer_precision=policy.precision,
         policy_temperature=config.policy_temperature,
         logprob_mode=sampling.logprob_mode,
-        engine=samples.provenance,
-        num_sequences=len(samples.sequences),
-        num_tokens=samples.num_tokens,
+        engine=tokens.provenance,
+        num_sequences=len(tokens.sequences),
+        num_tokens=tokens.num_tokens,
         arithmetic=arithmetic,
         sampling=result,
         anchor=anchor,

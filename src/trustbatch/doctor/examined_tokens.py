@@ -1,4 +1,4 @@
-"""Tokens sampled for an examination, in a fixed order."""
+"""Tokens generated for an examination, with the log-probs that were recorded for them."""
 
 import math
 from collections.abc import Callable
@@ -13,40 +13,40 @@ from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Completion, Prompt, Provenance, SamplingParams, TrainSequence
 
 SAMPLES_PER_PROMPT = 4
-LONGEST = 64
-"""tokens of a completion: enough for a KV cache to go wrong, few enough for many prompts"""
-FEWEST_COMPLETIONS = 32
+MAX_COMPLETION_TOKENS = 64
+"""enough to expose a faulty KV cache, few enough for many prompts"""
+MIN_COMPLETIONS = 32
 MAX_PROMPTS = 64
-"""in one round"""
+"""per round"""
 MAX_ROUNDS = 16
 
 
 @dataclass(frozen=True)
 class ExaminedTokens:
-    """Completions, and their T tokens laid end to end in the order of the completions."""
+    """Completions, and their T tokens packed in the order of the completions."""
 
     sequences: list[TrainSequence]
     recorded: Tensor
-    """[T] float64, the log-probs that came with the tokens"""
+    """[T] float64, the log-probs that the engine recorded"""
     provenance: Provenance
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens T."""
         return len(self.recorded)
 
-    def of_anchor(self) -> "ExaminedTokens":
-        """Return the same tokens with the anchor's log-probs, as training would take them."""
+    def with_anchor_logp(self) -> "ExaminedTokens":
+        """Return the same tokens with the anchor's log-probs in the place of the recorded ones."""
         sequences = [
-            replace(sequence, completion=_of_anchor(sequence.completion))
+            replace(sequence, completion=_with_anchor_logp(sequence.completion))
             for sequence in self.sequences
         ]
         recorded = [sequence.completion.behavior_logp.double() for sequence in sequences]
         return ExaminedTokens(sequences, torch.cat(recorded), self.provenance)
 
 
-def _of_anchor(completion: Completion) -> Completion:
-    """Put the anchor's log-probs in the place of those sampled from, unless there are none."""
+def _with_anchor_logp(completion: Completion) -> Completion:
+    """Replace the behavior log-probs by the anchor's, as training does; keep them without one."""
     logp, top_logp = completion.anchor_logp, completion.anchor_top_logp
     return replace(
         completion,
@@ -66,25 +66,25 @@ def sample_tokens(
     num_tokens: int,
     label: str,
 ) -> ExaminedTokens:
-    """Sample completions of the task's first prompts until there are `num_tokens` tokens.
+    """Generate completions of the task's first prompts until there are `num_tokens` tokens.
 
-    `label` is part of the prompts' ids, on which random numbers depend: two labels sample
-    independently of each other.
+    `label` becomes part of the prompts' ids, which seed the random numbers: different labels give
+    independent samples.
     """
-    longest = min(sampling.max_tokens, LONGEST, max(num_tokens // FEWEST_COMPLETIONS, 1))
+    longest = min(sampling.max_tokens, MAX_COMPLETION_TOKENS, max(num_tokens // MIN_COMPLETIONS, 1))
     sampling = replace(sampling, max_tokens=longest)
     num_prompts = min(math.ceil(num_tokens / (longest * SAMPLES_PER_PROMPT)), MAX_PROMPTS)
     sequences: list[TrainSequence] = []
     recorded: list[Tensor] = []
-    for number in range(MAX_ROUNDS):
-        first = number * num_prompts
-        prompts = [prompt_at(first + place) for place in range(num_prompts)]
+    for round_number in range(MAX_ROUNDS):
+        first = round_number * num_prompts
+        prompts = [prompt_at(first + index) for index in range(num_prompts)]
         named = [replace(prompt, id=f"doctor-{label}-{prompt.id}") for prompt in prompts]
         groups = collect(
             engine,
             policy,
             named,
-            task=None,  # a first turn has all that is examined
+            task=None,  # the first turn is enough
             num_samples=SAMPLES_PER_PROMPT,
             sampling=sampling,
         )

@@ -1,4 +1,4 @@
-"""Do weight updates arrive? An update of known effect is sent, and taken back."""
+"""Do weight updates arrive? Sends an update of known effect, and reverts it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from trustbatch.rollout.engine import RolloutEngine
 FIRST_SCALE = 0.01
 MAX_SCALE = 1.0
 WANTED_EFFECT = 0.3
-"""mean |change of log-prob| that stands out from the rounding of any precision"""
+"""mean |change of log-prob| that exceeds the rounding of any precision"""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """How the engine answered an update of all parameters."""
+    """How the engine reacted to an update of all parameters."""
 
     share: float
-    """of the update's effect on log-probs that the engine shows: 1 all of it, 0 none"""
+    """share of the update's effect on log-probs that the engine shows, from 0 to 1"""
     residual: float
     """mean |engine - trainer| while the update was in place"""
     residual_after: float
-    """and after the old weights were sent again"""
+    """the same after the old weights were sent again"""
     reports_version: bool
-    """whether the engine said that it had the version which was sent"""
+    """whether the engine reported the version that was sent"""
 
 
 def probe_updates(
@@ -36,11 +36,11 @@ def probe_updates(
     sample: Callable[[str], ExaminedTokens],
     logp: Callable[[ExaminedTokens], Tensor],
 ) -> ProbeResult:
-    """Send changed weights, sample, send the old ones, sample again; the policy ends as it began.
+    """Send changed weights, sample, send the old weights, and sample again.
 
-    With d = change of the tokens' log-probs in the trainer and e = what the engine recorded minus
-    the trainer's old value, the share is <e, d> / <d, d>: a constant fault of the engine is
-    not related to d and leaves it alone.
+    The policy's weights are restored. With d = change of the tokens' log-probs in the trainer and
+    e = what the engine recorded minus the trainer's old value, the share is <e, d> / <d, d>: a
+    constant error of the engine is uncorrelated with d and does not affect it.
     """
     version = engine.version
     before = sample("probe-size")
@@ -75,7 +75,7 @@ def _mean_abs(values: Tensor) -> float:
 
 
 class _Snapshot:
-    """The policy's parameters in host memory, from which they are restored bit for bit."""
+    """A copy of the policy's parameters in host memory."""
 
     def __init__(self, policy: Policy) -> None:
         self._parameters = list(policy.model.parameters())
@@ -83,7 +83,7 @@ class _Snapshot:
 
     @torch.no_grad()
     def perturb(self, scale: float) -> None:
-        """Multiply every value of the snapshot by 1 + scale * normal noise."""
+        """Set every parameter to its copy times 1 + scale * normal noise."""
         self.restore()
         for seed, parameter in enumerate(self._parameters):
             generator = torch.Generator(parameter.device).manual_seed(seed)
@@ -92,6 +92,6 @@ class _Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write the kept values back into the same storage."""
+        """Restore the parameters in place, bit for bit."""
         for parameter, value in zip(self._parameters, self._values, strict=True):
             parameter.copy_(value)

@@ -1,20 +1,94 @@
-"""Sampled tokens under the trainer's own forward pass, a few rows of logits at a time."""
+"""The trainer's forward pass over sampled tokens, in any precision, a few logits at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trustbatch.batching.micro_batches import micro_batches
+from trustbatch.doctor.distributions import SamplingDistribution, TokenStatistics
 from trustbatch.doctor.examined_tokens import ExaminedTokens
-from trustbatch.doctor.sampling_distributions import LawStatistics, SamplingDistribution
 from trustbatch.models.policy import Policy
+from trustbatch.rollout.fp8 import round_rows
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.training.logprobs import response_logits
 
+
+@contextmanager
+def in_float32(policy: Policy) -> Iterator[None]:
+    """Compute matrix products in float32 for the time of a `with` block."""
+    precision, policy.precision = policy.precision, "float32"
+    try:
+        yield
+    finally:
+        policy.precision = precision
+
+
+@contextmanager
+def in_bfloat16(policy: Policy) -> Iterator[None]:
+    """Keep all parameters and activations in bfloat16, as inference engines do."""
+    with in_float32(policy), _other_values(policy.model.parameters(), lambda p: p.bfloat16()):
+        yield
+
+
+@contextmanager
+def in_fp8(policy: Policy) -> Iterator[None]:
+    """Round weights and inputs of linear layers, except the output head, to e4m3."""
+    head = policy.model.get_output_embeddings()
+    linears = [
+        module
+        for module in policy.model.modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
+    hooks = [module.register_forward_pre_hook(_round_input) for module in linears]
+    try:
+        # engines quantize the bfloat16 values of the weights
+        with _other_values(
+            (module.weight for module in linears), lambda w: round_rows(w.bfloat16().float())
+        ):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+PRECISIONS: dict[str, Callable[[Policy], AbstractContextManager[Any]]] = {
+    "float32": in_float32,
+    "bfloat16": in_bfloat16,
+    "fp8": in_fp8,
+}
+"""by the names that engines use for their precision"""
+
+
+def in_precision(policy: Policy, precision: str | None) -> AbstractContextManager[Any]:
+    """Return the context manager of a precision; None is the trainer's own."""
+    return PRECISIONS[precision](policy) if precision else nullcontext()
+
+
+def _round_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (round_rows(inputs[0]), *inputs[1:])
+
+
+@contextmanager
+def _other_values(parameters: Iterator[Any], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Give parameters other values for a while; their storage is restored afterwards."""
+    kept: list[tuple[Any, Tensor]] = []
+    try:
+        for parameter in parameters:
+            own = parameter.data
+            kept.append((parameter, own))
+            parameter.data = change(own)
+        yield
+    finally:
+        for parameter, own in kept:
+            parameter.data = own
+
+
 CHUNK_ELEMENTS = 2**24
-"""logits looked at together: 64 MiB in float32, and a handful of copies of it"""
+"""logits per piece: 64 MiB in float32, and a few copies of it"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +109,7 @@ class LogitRows:
     recorded: Tensor
     """[R]"""
     sequence: Tensor
-    """[R] number of the sequence that each token belongs to"""
+    """[R] index of the sequence that each token belongs to"""
     top_token_ids: Tensor | None
     """[R, K]"""
     recorded_top: Tensor | None
@@ -43,10 +117,10 @@ class LogitRows:
 
 
 @torch.no_grad()
-def logit_rows(policy: Policy, samples: ExaminedTokens, layout: Layout) -> Iterator[LogitRows]:
-    """Yield the logits of all sampled tokens in pieces that fit into memory."""
+def logit_rows(policy: Policy, tokens: ExaminedTokens, layout: Layout) -> Iterator[LogitRows]:
+    """Yield the logits of all tokens in pieces that fit into memory."""
     for batch in micro_batches(
-        samples.sequences,
+        tokens.sequences,
         max_tokens=layout.max_tokens,
         pad_token_id=policy.pad_token_id,
         packs=policy.packs,
@@ -69,23 +143,26 @@ def logit_rows(policy: Policy, samples: ExaminedTokens, layout: Layout) -> Itera
 
 
 def recompute(
-    policy: Policy, samples: ExaminedTokens, laws: Sequence[SamplingDistribution], layout: Layout
-) -> dict[SamplingDistribution, LawStatistics]:
-    """Evaluate the sampled tokens under each law of the trainer's logits, in the samples' order."""
-    parts: dict[SamplingDistribution, list[Tensor]] = {law: [] for law in laws}
+    policy: Policy,
+    tokens: ExaminedTokens,
+    distributions: Sequence[SamplingDistribution],
+    layout: Layout,
+) -> dict[SamplingDistribution, TokenStatistics]:
+    """Evaluate tokens under each distribution of the trainer's logits, in the tokens' order."""
+    parts: dict[SamplingDistribution, list[Tensor]] = {each: [] for each in distributions}
     sequences: list[Tensor] = []
-    for rows in logit_rows(policy, samples, layout):
+    for rows in logit_rows(policy, tokens, layout):
         sequences.append(rows.sequence)
-        for law in parts:
-            parts[law].append(_statistics(rows, law))
-    # stable: the tokens of a sequence stay in their order
+        for distribution, part in parts.items():
+            part.append(_statistics(rows, distribution))
+    # stable: keeps the tokens of a sequence in order
     order = torch.cat(sequences).argsort(stable=True)
-    return {law: LawStatistics(*torch.cat(part)[order].cpu().T) for law, part in parts.items()}
+    return {each: TokenStatistics(*torch.cat(part)[order].cpu().T) for each, part in parts.items()}
 
 
-def _statistics(rows: LogitRows, law: SamplingDistribution) -> Tensor:
+def _statistics(rows: LogitRows, distribution: SamplingDistribution) -> Tensor:
     """Return log-prob of the target, mean and variance of the log-prob [R, 3] in float64."""
-    logp = sampling_logprobs(rows.logits, law.sampling)
+    logp = sampling_logprobs(rows.logits, distribution.sampling)
     taken = logp.gather(-1, rows.target[:, None]).squeeze(-1)
     probability = logp.exp()
     finite = logp.masked_fill(~torch.isfinite(logp), 0.0)  # 0 log 0 = 0

@@ -1,44 +1,47 @@
-"""Sampling: what were the tokens sampled from, and what do the recorded numbers stand for?"""
+"""Which distributions do the tokens, their recorded log-probs and the anchor come from?"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from trustbatch.doctor.distributions import Mismatch, SamplingDistribution, TokenStatistics
 from trustbatch.doctor.examined_tokens import ExaminedTokens
-from trustbatch.doctor.forwards import in_precision
-from trustbatch.doctor.recompute import Layout, recompute
-from trustbatch.doctor.sampling_distributions import LawStatistics, Mismatch, SamplingDistribution
+from trustbatch.doctor.recompute import Layout, in_precision, logit_rows, recompute
 from trustbatch.doctor.search import search
 from trustbatch.models.policy import Policy
+from trustbatch.rollout.sampling import sampling_logprobs
 
 MAX_Z = 5.0
-"""a healthy engine exceeds it once in two million examinations"""
+"""a correct engine exceeds it once in two million examinations"""
 MAX_OUTSIDE = 0.01
-"""share of tokens that rounding may push over the edge of the support"""
+"""share of tokens that rounding may move out of the support"""
+TIE_FACTOR = 1.5
+"""the expected distribution is preferred if its residual is at most this much larger"""
 
 
 @dataclass(frozen=True)
 class SamplingResult:
-    """The laws of tokens and numbers, and the mismatch split into its parts."""
+    """The distributions of tokens and recorded log-probs, and the mismatch by its parts."""
 
     configured: SamplingDistribution
     sampled: SamplingDistribution
-    """law that the tokens were sampled from"""
+    """the distribution that the tokens were sampled from"""
     recorded: SamplingDistribution
-    """law whose log-probs were recorded"""
+    """the distribution whose log-probs were recorded"""
     z: dict[SamplingDistribution, float]
-    """of each law that was tested"""
+    """z-score of each distribution that was tested"""
     residuals: dict[SamplingDistribution, float]
-    """mean |recorded - log-prob| for each law that the numbers may stand for"""
+    """mean |recorded - log-prob| for each distribution that was tested"""
     num_outside: int
-    """tokens that the configured law could not have sampled"""
+    """tokens outside of the configured support"""
     is_tested: bool
-    """False where the weights differ, which no law can explain"""
+    """False if the weights differ, which no distribution can explain"""
     total: Mismatch
-    """as training sees it: policy against recorded numbers"""
+    """as training sees it: policy against recorded log-probs"""
     true: Mismatch
-    """policy against the law that the tokens were sampled from, where that is known"""
+    """policy against the distribution that the tokens were sampled from, if that is known"""
     parts: dict[str, Mismatch]
     """summands of the total: temperature, support, logprob_mode, arithmetic"""
     num_nonfinite: int
@@ -47,74 +50,165 @@ class SamplingResult:
 
 def examine_sampling(
     policy: Policy,
-    samples: ExaminedTokens,
+    tokens: ExaminedTokens,
     layout: Layout,
     *,
     configured: SamplingDistribution,
-    policy_law: SamplingDistribution,
+    trained: SamplingDistribution,
     recorded_by_config: SamplingDistribution,
     engine_precision: str | None,
     weights_agree: bool,
     say: Callable[[str], None],
 ) -> SamplingResult:
-    """Find the laws behind tokens sampled as configured.
+    """Find the distributions of tokens that were sampled as configured.
 
     Args:
-        policy: the trainer's.
-        samples: tokens sampled as the configuration says.
+        policy: the trainer's policy.
+        tokens: tokens sampled as configured.
         layout: how the trainer packs its batches.
-        configured: law that the configuration asks the engine for.
-        policy_law: law of the policy that is trained.
-        recorded_by_config: law whose log-probs the configuration asks for.
+        configured: the configured sampling distribution.
+        trained: the distribution of the policy that is trained.
+        recorded_by_config: the distribution whose log-probs the configuration records.
         engine_precision: precision that the engine evidently computes in; None is the trainer's.
-        weights_agree: False skips the search for other laws.
-        say: gets a line about each longer step.
+        weights_agree: False skips the search for other distributions.
+        say: called with a line about each longer step.
     """
-    say(f"testing {samples.num_tokens} tokens against {configured}")
-    sampled, recorded = configured, recorded_by_config
-    laws = {SamplingDistribution(), policy_law, configured, configured.uncut, recorded_by_config}
+    say(f"testing {tokens.num_tokens} tokens against {configured}")
+    sampled = configured
+    candidates = {
+        SamplingDistribution(),
+        trained,
+        configured,
+        configured.untruncated,
+        recorded_by_config,
+    }
     with in_precision(policy, engine_precision):
-        statistics = recompute(policy, samples, list(laws), layout)
+        statistics = recompute(policy, tokens, list(candidates), layout)
         if weights_agree:
-            sampled = search(policy, samples, configured, layout, temperatures=()).sampled
+            sampled = search(policy, tokens, configured, layout, temperatures=()).sampled
             if sampled != configured or not _fits(statistics[configured]):
-                say("trying other temperatures and cuts")
-                sampled = search(policy, samples, configured, layout).sampled
-            statistics |= recompute(policy, samples, [sampled, sampled.uncut], layout)
-    residuals = {law: _residual(samples, found) for law, found in statistics.items()}
+                say("trying other temperatures, top-k and top-p")
+                sampled = search(policy, tokens, configured, layout).sampled
+            statistics |= recompute(policy, tokens, [sampled, sampled.untruncated], layout)
+    residuals = {
+        distribution: Mismatch.of(tokens.recorded - found.logp).mean_abs
+        for distribution, found in statistics.items()
+    }
     expected = recorded_by_config if recorded_by_config != configured else sampled
-    best = min(residuals, key=lambda law: residuals[law])
-    # two laws may fit alike: then the expected one does
-    recorded = expected if residuals[expected] <= 1.5 * residuals[best] else best
+    recorded = _best_fit(residuals, expected)
     with_trainer = (
-        recompute(policy, samples, list(statistics), layout) if engine_precision else statistics
+        recompute(policy, tokens, list(statistics), layout) if engine_precision else statistics
     )
-    logp = {law: found.logp for law, found in with_trainer.items()}
-    total = logp[policy_law] - samples.recorded
+    logp = {distribution: found.logp for distribution, found in with_trainer.items()}
+    total = logp[trained] - tokens.recorded
     return SamplingResult(
         configured=configured,
         sampled=sampled,
         recorded=recorded,
-        z={law: found.z for law, found in statistics.items()},
+        z={distribution: found.z for distribution, found in statistics.items()},
         residuals=residuals,
         num_outside=statistics[configured].num_outside,
         is_tested=weights_agree,
         total=Mismatch.of(total),
-        true=Mismatch.of(logp[policy_law] - statistics[sampled].logp if weights_agree else total),
+        true=Mismatch.of(logp[trained] - statistics[sampled].logp if weights_agree else total),
         parts={
-            "temperature": Mismatch.of(logp[policy_law] - logp[sampled.uncut]),
-            "support": Mismatch.of(logp[sampled.uncut] - logp[sampled]),
+            "temperature": Mismatch.of(logp[trained] - logp[sampled.untruncated]),
+            "support": Mismatch.of(logp[sampled.untruncated] - logp[sampled]),
             "logprob_mode": Mismatch.of(logp[sampled] - logp[recorded]),
-            "arithmetic": Mismatch.of(logp[recorded] - samples.recorded),
+            "arithmetic": Mismatch.of(logp[recorded] - tokens.recorded),
         },
         num_nonfinite=int((~torch.isfinite(total)).sum()),
     )
 
 
-def _fits(statistics: LawStatistics) -> bool:
+def _best_fit(
+    residuals: dict[SamplingDistribution, float], expected: SamplingDistribution
+) -> SamplingDistribution:
+    """Return the distribution with the smallest residual; the expected one wins ties."""
+    best = min(residuals, key=lambda distribution: residuals[distribution])
+    return expected if residuals[expected] <= TIE_FACTOR * residuals[best] else best
+
+
+def _fits(statistics: TokenStatistics) -> bool:
     share_outside = statistics.num_outside / len(statistics.logp)
     return abs(statistics.z) <= MAX_Z and share_outside <= MAX_OUTSIDE
 
 
-def _residual(samples: ExaminedTokens, statistics: LawStatistics) -> float:
-    return Mismatch.of(samples.recorded - statistics.logp).mean_abs
+@dataclass(frozen=True)
+class AnchorResult:
+    """Which distribution the log-probs recorded for the anchor come from."""
+
+    expected: SamplingDistribution
+    """the distribution of the policy"""
+    recorded: SamplingDistribution
+    """the distribution whose log-probs were recorded"""
+    residuals: dict[SamplingDistribution, float]
+    """mean |recorded - log-prob| of the sampled tokens for each distribution that was tested"""
+    top_residual: float
+    """the same for the most likely tokens under `recorded`, weighted by probability"""
+    mismatch: Mismatch
+    """policy against recorded log-probs"""
+
+
+def examine_anchor(
+    policy: Policy,
+    tokens: ExaminedTokens,
+    layout: Layout,
+    *,
+    expected: SamplingDistribution,
+    configured: SamplingDistribution,
+    engine_precision: str | None,
+    say: Callable[[str], None],
+) -> AnchorResult:
+    """Find the distribution of the anchor of tokens that were sampled as configured.
+
+    Args:
+        policy: the trainer's policy.
+        tokens: tokens sampled as configured, with their anchor.
+        layout: how the trainer packs its batches.
+        expected: the distribution that the anchor should have.
+        configured: the configured sampling distribution.
+        engine_precision: precision that the engine evidently computes in; None is the trainer's.
+        say: called with a line about each longer step.
+    """
+    say(f"comparing the anchor of {tokens.num_tokens} tokens with {expected}")
+    anchors = tokens.with_anchor_logp()
+    candidates = list(
+        dict.fromkeys((expected, SamplingDistribution(), configured, configured.untruncated))
+    )
+    with in_precision(policy, engine_precision):
+        statistics = recompute(policy, anchors, candidates, layout)
+        residuals = {
+            distribution: _anchor_residual(statistics[distribution].logp, anchors.recorded)
+            for distribution in candidates
+        }
+        recorded = _best_fit(residuals, expected)
+        top_residual = _top_residual(policy, anchors, layout, recorded)
+    ours = recompute(policy, anchors, [expected], layout)[expected]
+    return AnchorResult(
+        expected=expected,
+        recorded=recorded,
+        residuals=residuals,
+        top_residual=top_residual,
+        mismatch=Mismatch.of(ours.logp - anchors.recorded),
+    )
+
+
+def _anchor_residual(logp: Tensor, recorded: Tensor) -> float:
+    """Return the mean of |l| over tokens in the distribution's support."""
+    return float((logp - recorded)[torch.isfinite(logp)].abs().mean())
+
+
+def _top_residual(
+    policy: Policy, anchors: ExaminedTokens, layout: Layout, distribution: SamplingDistribution
+) -> float:
+    """Return the mean over positions of sum p |l| over the recorded tokens; 0 without any."""
+    total = 0.0
+    for rows in logit_rows(policy, anchors, layout):
+        if rows.top_token_ids is None or rows.recorded_top is None:
+            return 0.0
+        logp = sampling_logprobs(rows.logits, distribution.sampling).gather(-1, rows.top_token_ids)
+        weighted = logp.exp() * (logp - rows.recorded_top).abs()
+        # 0 for tokens outside of the support
+        total += float(weighted.masked_fill(logp.isneginf(), 0.0).double().sum())
+    return total / anchors.num_tokens

@@ -1,4 +1,4 @@
-"""Which temperature, top-k and top-p do the tokens, or the recorded numbers, speak for?"""
+"""Search the temperature, top-k and top-p that fit tokens, or recorded log-probs, best."""
 
 import math
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trustbatch.doctor.distributions import SamplingDistribution
 from trustbatch.doctor.examined_tokens import ExaminedTokens
 from trustbatch.doctor.recompute import Layout, logit_rows
-from trustbatch.doctor.sampling_distributions import SamplingDistribution
 from trustbatch.models.policy import Policy
 
 TEMPERATURES = (
@@ -18,29 +18,29 @@ TEMPERATURES = (
 )
 TOP_K = (0, 1, 5, 10, 20, 40, 50, 100)
 TOP_P = (1.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
-STRAY = 1e-3
-"""share of tokens that a law may lose to rounding at the edge of its support"""
-SURPRISE = 12.0
-"""log-likelihood that each departure from the configured law must gain to be believed"""
-FAR = 10.0
-"""distance of a recorded number from a law that excludes its token"""
+MAX_STRAY = 1e-3
+"""share of tokens that rounding may move out of a distribution's support"""
+MIN_GAIN = 12.0
+"""log-likelihood that each changed setting must gain over the configured one"""
+MAX_DISTANCE = 10.0
+"""distance of a recorded log-prob from a distribution that excludes its token"""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best laws among those tried."""
+    """The best distributions among those tried."""
 
     sampled: SamplingDistribution
     """by the likelihood of the tokens alone"""
     recorded: SamplingDistribution
     """by the distance to the recorded log-probs"""
     recorded_residual: float
-    """mean of that distance"""
+    """mean distance to the recorded log-probs"""
 
 
 def search(
     policy: Policy,
-    samples: ExaminedTokens,
+    tokens: ExaminedTokens,
     configured: SamplingDistribution,
     layout: Layout,
     *,
@@ -56,27 +56,33 @@ def search(
     shape = (len(temperatures), len(supports))
     likelihood = torch.zeros(shape, dtype=torch.float64, device=policy.device)
     distance = torch.zeros_like(likelihood)
-    for rows in logit_rows(policy, samples, layout):
+    for rows in logit_rows(policy, tokens, layout):
         ordered, _ = rows.logits.sort(dim=-1, descending=True)
         own = rows.logits.gather(-1, rows.target[:, None])
         rank = (rows.logits > own).sum(-1, keepdim=True)  # [R, 1]
         for number, temperature in enumerate(temperatures):
             full, inside = _logp(ordered, own, rank, temperature, supports)
-            mixed = torch.logaddexp(inside + math.log1p(-STRAY), full + math.log(STRAY))
+            mixed = torch.logaddexp(inside + math.log1p(-MAX_STRAY), full + math.log(MAX_STRAY))
             likelihood[number] += mixed.double().sum(0)
-            gap = (inside - rows.recorded[:, None]).abs().nan_to_num(nan=FAR, posinf=FAR)
-            distance[number] += gap.clamp(max=FAR).double().sum(0)
-    laws = [
+            gap = (
+                (inside - rows.recorded[:, None])
+                .abs()
+                .nan_to_num(nan=MAX_DISTANCE, posinf=MAX_DISTANCE)
+            )
+            distance[number] += gap.clamp(max=MAX_DISTANCE).double().sum(0)
+    candidates = [
         SamplingDistribution(temperature, *support)
         for temperature in temperatures
         for support in supports
     ]
-    departures = torch.tensor([_departures(law, configured) for law in laws])
-    score = likelihood.flatten().cpu() - SURPRISE * departures
-    residual = distance.flatten().cpu() / samples.num_tokens
-    # among laws that fit equally well, the one nearest to the configuration
+    departures = torch.tensor([_departures(each, configured) for each in candidates])
+    score = likelihood.flatten().cpu() - MIN_GAIN * departures
+    residual = distance.flatten().cpu() / tokens.num_tokens
+    # among equally good fits, the one nearest to the configuration
     nearest = int((residual.clamp(min=1e-6) * (1.0 + 0.1 * departures)).argmin())
-    return SearchResult(laws[int(score.argmax())], laws[nearest], float(residual[nearest]))
+    return SearchResult(
+        candidates[int(score.argmax())], candidates[nearest], float(residual[nearest])
+    )
 
 
 def _logp(
@@ -86,7 +92,7 @@ def _logp(
     temperature: float,
     supports: Sequence[tuple[int, float]],
 ) -> tuple[Tensor, Tensor]:
-    """Return the targets' log-probs without a cut [R, 1], and under each cut [R, S]."""
+    """Return the targets' log-probs without truncation [R, 1], and under each support [R, S]."""
     scaled = ordered / temperature
     normalizer = scaled.logsumexp(-1, keepdim=True)
     cumulative = (scaled - normalizer).exp().cumsum(-1)  # [R, V]
@@ -101,10 +107,10 @@ def _logp(
     return full, torch.where(rank <= kept, full - mass.log(), -torch.inf)
 
 
-def _departures(law: SamplingDistribution, configured: SamplingDistribution) -> int:
-    """Count the settings in which a law differs from the configured one."""
+def _departures(candidate: SamplingDistribution, configured: SamplingDistribution) -> int:
+    """Count the settings that differ from the configured ones."""
     return (
-        (law.temperature != configured.temperature)
-        + (law.top_k != configured.top_k)
-        + (law.top_p != configured.top_p)
+        (candidate.temperature != configured.temperature)
+        + (candidate.top_k != configured.top_k)
+        + (candidate.top_p != configured.top_p)
     )

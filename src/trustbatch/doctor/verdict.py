@@ -1,47 +1,35 @@
-"""From measurements to words: what differs, what that does to training, what to change."""
+"""The verdict of an examination: in words, as a table for people, and as JSON for programs."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from trustbatch.config import Config
 from trustbatch.config.cautions import cautions
-from trustbatch.doctor.arithmetic import NOISE_FACTOR, PLAIN
+from trustbatch.doctor.distributions import SamplingDistribution
 from trustbatch.doctor.examine import Examination
-from trustbatch.doctor.sampling import MAX_Z
-from trustbatch.doctor.sampling_distributions import Mismatch, SamplingDistribution
+from trustbatch.doctor.findings import (
+    Finding,
+    Status,
+    check_anchor,
+    check_logprob_mode,
+    check_micro_batch,
+    check_precision,
+    check_support,
+    check_temperature,
+    check_weights,
+    second_policies,
+)
 
-STALE_BELOW = 0.5
-"""share of a weight update's effect below which the engine has not taken it over"""
-
-
-class Status(StrEnum):
-    """What a check says."""
-
-    GOOD = "ok"
-    CONFIGURED = "off-policy by configuration"
-    FAULT = "FAULT"
-    UNKNOWN = "not tested"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One row of the table."""
-
-    check: str
-    measured: str
-    status: Status
-    cause: str | None = None
-    """short name of what was found, for programs"""
-    part: Mismatch | None = None
-    """what this alone contributes to the log-ratios"""
-    sentences: str = ""
-    """cause, effect on training and remedy, where there is something to say"""
+STYLES = {Status.GOOD: "green", Status.CONFIGURED: "yellow", Status.FAULT: "bold red"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """All findings; faults come before what was configured on purpose."""
+    """All findings, with a summary and notes."""
 
     findings: list[Finding]
     summary: str
@@ -49,33 +37,33 @@ class Verdict:
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether nothing but rounding separates engine and trainer."""
+        """Whether engine and trainer differ by rounding alone."""
         return not self.causes(Status.FAULT) and not self.causes(Status.CONFIGURED)
 
     def causes(self, status: Status) -> list[str]:
-        """Return the short names of what was found with a status."""
+        """Return the causes of all findings with a status."""
         return [f.cause for f in self.findings if f.status is status and f.cause]
 
     @property
     def sentences(self) -> list[str]:
-        """The verdict in words, most important first."""
-        told = [f for f in self.findings if f.sentences]
-        told.sort(key=lambda finding: finding.status is not Status.FAULT)
-        return [self.summary, *(finding.sentences for finding in told), *self.notes]
+        """The verdict in words: the summary, then faults, then what is configured, then notes."""
+        explained = [f for f in self.findings if f.sentences]
+        explained.sort(key=lambda finding: finding.status is not Status.FAULT)
+        return [self.summary, *(finding.sentences for finding in explained), *self.notes]
 
 
 def judge(examination: Examination, config: Config) -> Verdict:
     """Turn an examination into a verdict."""
-    checks: list[Callable[[Examination], Finding]] = [
-        _weights,
-        _precision,
-        _temperature,
-        _support,
-        _logprob_mode,
-        _micro_batch,
-    ]
+    checks = (
+        check_weights,
+        check_precision,
+        check_temperature,
+        check_support,
+        check_logprob_mode,
+        check_micro_batch,
+    )
     findings = [check(examination) for check in checks]
-    findings += _anchor(examination) + _second_policies(config)
+    findings += check_anchor(examination) + second_policies(config)
     statuses = {finding.status for finding in findings}
     total = examination.sampling.total
     numbers = (
@@ -85,345 +73,79 @@ def judge(examination: Examination, config: Config) -> Verdict:
     if Status.FAULT in statuses:
         summary = f"Off-policy, and not as configured ({numbers})."
     elif Status.CONFIGURED in statuses:
-        summary = f"Off-policy by configuration, and nothing else ({numbers})."
+        summary = f"Off-policy by configuration alone ({numbers})."
     else:
         precision = examination.trainer_precision
-        summary = f"On-policy: what differs is the rounding of {precision} ({numbers})."
+        summary = f"On-policy up to the rounding of {precision} ({numbers})."
     return Verdict(findings, summary, _notes(config))
 
 
-def _weights(e: Examination) -> Finding:
-    arithmetic, probe, engine = e.arithmetic, e.probe, e.engine
-    differs = arithmetic.mismatch.mean_abs
-    measured = (
-        f"engine and trainer differ by mean |l| = {differs:.2g} at T = 1 (noise: up to "
-        f"{arithmetic.uncertainty:.1g}); a test update shows {probe.share:.0%} of its effect"
-    )
-
-    def fault(cause: str, sentences: str) -> Finding:
-        part = None if arithmetic.is_explained else e.sampling.parts["arithmetic"]
-        return Finding("weights", measured, Status.FAULT, cause, part, sentences)
-
-    if not probe.share >= STALE_BELOW:
-        claims = ", though it reports the new version" if probe.reports_version else ""
-        return fault(
-            "stale_weights",
-            f"The engine ignores weight updates: it shows {probe.share:.0%} of the effect of a "
-            f"test update{claims}. Its completions come from old weights, and drift further from "
-            f"the policy with every step. Repair the engine's load_weights ({engine.engine}); "
-            'rollout.engine = "native" samples from the trainer\'s own parameters.',
-        )
-    if not arithmetic.is_explained:
-        cured = probe.residual_after <= NOISE_FACTOR * arithmetic.uncertainty
-        course = (
-            "Sending the weights again cures it, so the engine started from other weights: give it "
-            "those of model.name, or of the checkpoint that the run continues from."
-            if cured
-            else "Weight updates arrive but do not cure it, so part of the engine's model is "
-            "computed differently or never written: compare its layers with the trainer's one by "
-            "one, and look for names that its load_weights leaves out."
-        )
-        return fault(
-            "wrong_weights",
-            f"The engine's weights are not the trainer's: log-probs of the same tokens differ by "
-            f"{differs:.2g} on average, and neither a precision nor a sampling setting explains "
-            f"it. The model is then trained on another model's samples. {course}",
-        )
-    usual = max(differs, arithmetic.uncertainty)
-    if probe.residual > NOISE_FACTOR * usual and arithmetic.own_law is None:
-        return fault(
-            "partial_update",
-            f"Weight updates arrive only in part: after a test update engine and trainer differ by "
-            f"mean |l| = {probe.residual:.2g}, before it by {differs:.2g}. Some parameters keep "
-            "their old values while the rest moves on: look for names that the engine's "
-            "load_weights leaves out.",
-        )
-    return Finding("weights", measured, Status.GOOD)
-
-
-def _precision(e: Examination) -> Finding:
-    arithmetic, engine = e.arithmetic, e.engine
-    effects = ", ".join(
-        f"in {name} mean |l| = {effect.mean_abs:.2g}, 1-ESS = {effect.one_minus_ess:.2g}"
-        for name, effect in arithmetic.effects.items()
-    )
-    measured = (
-        f"engine {engine.precision}, trainer {e.trainer_precision}; the trainer against itself: "
-        f"{effects}"
-    )
-    found = arithmetic.explained_by
-    if found is None:
-        known = arithmetic.is_explained
-        return Finding("precision", measured, Status.GOOD if known else Status.UNKNOWN)
-    declared = found == engine.precision
-    effect = arithmetic.mismatch
-    return Finding(
-        "precision",
-        f"{measured}; the engine's errors are {arithmetic.likeness[found]:.0%} like {found}",
-        Status.CONFIGURED if declared else Status.FAULT,
-        "precision",
-        effect,
-        f"The engine computes in {found}"
-        + ("" if declared else f", though it reports {engine.precision}")
-        + f"; the trainer in {e.trainer_precision}. Tokens are sampled from a rounded policy: "
-        f"1-ESS = {effect.one_minus_ess:.2g} at T = 1 from this alone. P3O measures that and "
-        "trusts the batch less; objectives without a correction take it for on-policy data. "
-        f"Run the engine in {e.trainer_precision} to remove it.",
-    )
-
-
-def _temperature(e: Examination) -> Finding:
-    sampling = e.sampling
-    sampled, asked, policy = sampling.sampled, sampling.configured, e.policy_temperature
-    measured = (
-        f"tokens fit {sampled} (z = {sampling.z[sampled]:+.1f}); the policy is trained at "
-        f"T = {policy:g}"
-    )
-    part = sampling.parts["temperature"]
-    if sampling.is_tested and sampled.temperature != asked.temperature:
-        return Finding(
-            "temperature",
-            measured,
-            Status.FAULT,
-            "temperature",
-            part,
-            f"Tokens look sampled at T = {sampled.temperature:g}, but rollout.temperature asks for "
-            f"{asked.temperature:g} (z = {sampling.z[asked]:+.0f} against it). The engine has "
-            "sampling settings of its own, such as those of the model's generation_config.json: "
-            "remove them there.",
-        )
-    if sampling.is_tested and not abs(sampling.z[sampled]) <= MAX_Z:
-        return Finding(
-            "temperature",
-            measured,
-            Status.FAULT,
-            "unknown_law",
-            None,
-            "The tokens fit no temperature, top-k or top-p that was tried, though the weights "
-            "agree: something else changes the engine's distribution, such as penalties, banned "
-            "tokens or guided decoding.",
-        )
-    if sampled.temperature != policy:
-        return Finding(
-            "temperature",
-            measured,
-            Status.CONFIGURED,
-            "temperature",
-            part,
-            f"T = {sampled.temperature:g} by rollout.temperature, while the policy is trained at "
-            f"T = {policy:g}: 1-ESS = {part.one_minus_ess:.2g} from this alone. Set "
-            'training.policy_temperature = "rollout" to train the tempered policy itself, or let '
-            "P3O correct for it; a clip range would discard part of such a batch.",
-        )
-    status = Status.GOOD if sampling.is_tested else Status.UNKNOWN
-    return Finding("temperature", measured, status)
-
-
-def _support(e: Examination) -> Finding:
-    sampling = e.sampling
-    sampled, asked = sampling.sampled, sampling.configured
-    measured = (
-        f"tokens fit {sampled.support}; {sampling.num_outside} of {e.num_tokens} lie outside of what "
-        f"is configured ({asked.support})"
-    )
-    part = sampling.parts["support"]
-    if sampling.is_tested and sampled != SamplingDistribution(
-        sampled.temperature, asked.top_k, asked.top_p
-    ):
-        return Finding(
-            "top-k, top-p",
-            measured,
-            Status.FAULT,
-            "support",
-            part,
-            f"Tokens look sampled with {sampled.support}, but {asked.support} is configured. Tokens "
-            "outside of it are never tried, so nothing is learned about them, and no ratio shows "
-            "it. The engine has sampling settings of its own, such as those of the model's "
-            "generation_config.json: remove them there.",
-        )
-    if _is_not_renormalized(e):
-        return Finding(
-            "top-k, top-p",
-            measured,
-            Status.FAULT,
-            "support",
-            part,
-            f"Tokens are sampled with {sampled.support}, but the recorded log-probs are not "
-            f"renormalized over it: they are those of {sampling.recorded} (mean residual "
-            f"{sampling.residuals[sampling.recorded]:.1g}, renormalized "
-            f"{sampling.residuals[sampled]:.1g}). The ratios leave out the lost mass and look "
-            f"on-policy (E[r] = {sampling.total.mean_ratio:.3f}, in truth "
-            f"{sampling.true.mean_ratio:.3f}). Have the engine return processed log-probs, or "
-            "set rollout.top_p = 1.0 and rollout.top_k = 0.",
-        )
-    if not sampled.is_full:
-        return Finding(
-            "top-k, top-p",
-            measured,
-            Status.CONFIGURED,
-            "support",
-            part,
-            f"{sampled.support} by configuration: tokens outside of it are never tried, and those "
-            f"inside are sampled more often than the policy would: E[r] = {part.mean_ratio:.3f} and "
-            f"1-ESS = {part.one_minus_ess:.2g} from this alone. Set rollout.top_p = 1.0 and "
-            "rollout.top_k = 0 to remove it.",
-        )
-    status = Status.GOOD if sampling.is_tested else Status.UNKNOWN
-    return Finding("top-k, top-p", measured, status)
-
-
-def _logprob_mode(e: Examination) -> Finding:
-    sampling = e.sampling
-    sampled, recorded = sampling.sampled, sampling.recorded
-    residual = sampling.residuals[recorded]
-    measured = (
-        f"recorded numbers fit {recorded} (mean residual {residual:.1g}); tokens fit {sampled}"
-    )
-    if not sampling.is_tested:
-        return Finding("log-prob mode", measured, Status.UNKNOWN)
-    if residual > _noise(e, recorded):
-        return Finding(
-            "log-prob mode",
-            measured,
-            Status.FAULT,
-            "unknown_logprobs",
-            sampling.parts["arithmetic"],
-            f"The recorded log-probs fit nothing that was tried (mean residual {residual:.2g}), "
-            "though at T = 1 without a cut they agree: the engine changes them when it applies "
-            "sampling settings. Every ratio of such a batch is wrong.",
-        )
-    if recorded == sampled or _is_not_renormalized(e):
-        return Finding("log-prob mode", measured, Status.GOOD)
-    by_config = e.logprob_mode == "raw" and recorded == PLAIN
-    return Finding(
-        "log-prob mode",
-        measured,
-        Status.CONFIGURED if by_config else Status.FAULT,
-        "logprob_mode",
-        sampling.parts["logprob_mode"],
-        f"The recorded log-probs are those of {recorded}, the tokens are sampled from {sampled}"
-        + (' (rollout.logprob_mode = "raw")' if by_config else "")
-        + f". The ratios show 1-ESS = {sampling.total.one_minus_ess:.1g}, in truth it is "
-        f"{sampling.true.one_minus_ess:.1g}: no objective can see this mismatch, or correct it. "
-        + (
-            'Set rollout.logprob_mode = "processed".'
-            if by_config
-            else "Have the engine return processed log-probs (vLLM: logprobs_mode = "
-            '"processed_logprobs").'
-        ),
-    )
-
-
-def _noise(e: Examination, law: SamplingDistribution) -> float:
-    """Mean distance from a law's log-probs up to which recorded numbers may be its own."""
-    noise = e.arithmetic.uncertainty
-    if e.arithmetic.explained_by:
-        noise = max(noise, e.arithmetic.effects[e.arithmetic.explained_by].mean_abs)
-    return NOISE_FACTOR * noise / min(law.temperature, 1.0)
-
-
-def _anchor(e: Examination) -> list[Finding]:
-    """Whether the objective pulls to the policy, where the engine records that beside the samples."""
-    if e.anchor is None:
-        return []
-    expected, recorded = e.anchor.expected, e.anchor.recorded
-    residual, top_residual = e.anchor.residuals[recorded], e.anchor.top_residual
-    measured = (
-        f"recorded numbers fit {recorded} (mean residual {residual:.1g}, of the most likely tokens "
-        f"{top_residual:.1g}); the policy is trained at {expected}"
-    )
-    if not e.sampling.is_tested:
-        return [Finding("anchor", measured, Status.UNKNOWN)]
-    fits = max(residual, top_residual) <= _noise(e, recorded)
-    if fits and recorded == expected:
-        return [Finding("anchor", measured, Status.GOOD)]
-    what = (
-        f"The log-probs recorded for the anchor are those of {recorded}"
-        if fits
-        else f"The log-probs recorded for the anchor fit nothing that was tried (mean residual "
-        f"{residual:.2g}, of the most likely tokens {top_residual:.2g})"
-    )
-    return [
-        Finding(
-            "anchor",
-            measured,
-            Status.FAULT,
-            "anchor",
-            e.anchor.mismatch,
-            f"{what}, and not those of the policy at {expected}: the objective's KL is not 0 where "
-            "nothing was learned, and pulls the policy there with every step (1-ESS = "
-            f"{e.anchor.mismatch.one_minus_ess:.2g} between the two). Have the engine record "
-            f"softmax(logits / {expected.temperature:g}) before it tempers and cuts, or set "
-            'objective.anchor = "sampler" to pull to what was sampled from ("proximal" with pact).',
-        )
-    ]
-
-
-def _micro_batch(e: Examination) -> Finding:
-    layouts = e.arithmetic.layouts
-    measured = "; ".join(
-        f"{name}: mean |l| = {found.mean_abs:.1g}, max {found.max_abs:.1g}"
-        for name, found in layouts.items()
-    )
-    worst = max(layouts, key=lambda name: layouts[name].mean_abs)
-    if layouts[worst].mean_abs <= e.arithmetic.allowed:
-        return Finding("micro-batch", measured, Status.GOOD)
-    return Finding(
-        "micro-batch",
-        measured,
-        Status.FAULT,
-        "micro_batch",
-        layouts[worst],
-        f"The trainer disagrees with itself: with {worst} the same tokens have other log-probs, by "
-        f"{layouts[worst].mean_abs:.2g} on average. Its ratios depend on how sequences are packed: "
-        "set training.share_prompts = false if that is the one, or look for a model whose layers "
-        "see padding or other rows.",
-    )
-
-
-def _is_not_renormalized(e: Examination) -> bool:
-    """Whether the numbers lack the division by the mass that the cut leaves."""
-    sampled, recorded = e.sampling.sampled, e.sampling.recorded
-    return (
-        e.sampling.is_tested
-        and e.logprob_mode != "raw"
-        and not sampled.is_full
-        and recorded == sampled.uncut
-    )
-
-
-def _second_policies(config: Config) -> list[Finding]:
-    """Other models in [[rollout.policies]], which are off-policy whatever the engine does."""
-    policies = [p for p in config.rollout.policies if p.share > 0]
-    if not policies:
-        return []
-    shares = ", ".join(f"{p.share:.0%} from {p.policy_name}" for p in policies)
-    return [
-        Finding(
-            "other models",
-            f"{shares}; not sampled here",
-            Status.CONFIGURED,
-            "second_policies",
-            None,
-            f"Of the completions, {shares}: off-policy by rollout.policies, by as much as those "
-            "models differ; a run measures it as policy/NAME/one_minus_ess.",
-        )
-    ]
-
-
 def _notes(config: Config) -> list[str]:
-    """What can't be seen before anything is trained: what the objective makes of the rollouts, and
-    what makes them off-policy later."""
+    """Return what can't be measured before training: cautions, lag and repeated updates."""
     notes = cautions(config)
     if config.rollout.lag:
         notes.append(
             f"rollout.lag = {config.rollout.lag}: batches will be up to that many versions old, "
-            "which can't be measured before anything is trained; watch one_minus_ess in the run."
+            "which can't be measured before training; watch one_minus_ess in the run."
         )
     updates = config.training.passes * config.training.mini_batches
     if updates > 1:
         notes.append(
             f"training.passes and training.mini_batches make {updates} updates of each batch: all "
-            "but the first are off-policy, by as much as the policy has moved."
+            "but the first are off-policy by as much as the policy has moved."
         )
     return notes
+
+
+def show(console: Console, examination: Examination, verdict: Verdict) -> None:
+    """Print the measurements, a row per check, and the verdict in words."""
+    engine, total = examination.engine, examination.sampling.total
+    console.print(
+        f"{examination.policy}: engine {engine.engine} ({engine.precision}), trainer "
+        f"{examination.trainer_precision}, {examination.num_sequences} completions, "
+        f"{examination.num_tokens} tokens at {examination.sampling.configured}",
+        markup=False,
+        highlight=False,
+    )
+    console.print(
+        f"E[r] = {total.mean_ratio:.6f} +- {total.mean_ratio_error:.1g}   1-ESS = "
+        f"{total.one_minus_ess:.3g}   mean |l| = {total.mean_abs:.3g}   max |l| = "
+        f"{total.max_abs:.3g}   non-finite ratios: {examination.sampling.num_nonfinite}",
+        markup=False,
+        highlight=False,
+    )
+    table = Table()
+    for heading in ("check", "measured", "1-ESS of this alone", "finding"):
+        table.add_column(heading)
+    for finding in verdict.findings:
+        table.add_row(
+            finding.check,
+            Text(finding.measured),  # its brackets are not markup
+            f"{finding.part.one_minus_ess:.2g}" if finding.part else "",
+            Text(finding.status, style=STYLES.get(finding.status, "")),
+        )
+    console.print(table)
+    for sentences in verdict.sentences:
+        console.print(sentences, markup=False, highlight=False)
+
+
+def to_record(examination: Examination, verdict: Verdict) -> dict[str, Any]:
+    """Return everything as plain values."""
+    return {
+        "on_policy": verdict.is_on_policy,
+        "faults": verdict.causes(Status.FAULT),
+        "by_configuration": verdict.causes(Status.CONFIGURED),
+        "verdict": verdict.sentences,
+        "findings": _plain(verdict.findings),
+        "examination": _plain(examination),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SamplingDistribution):
+        return str(value)
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -10,12 +10,13 @@ from trustbatch.evaluation.results import ProblemOutcome
 from trustbatch.evaluation.settings import SamplingSettings
 from trustbatch.evaluation.suite import EvaluatedTask
 from trustbatch.models.policy import Policy
-from trustbatch.observe.progress import SECONDS_BETWEEN, LiveLine
+from trustbatch.observe.progress import SECONDS_BETWEEN
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Completion, Grade, Prompt, RolloutGroup
 from trustbatch.utils.distributed import on_rank_zero
+from trustbatch.utils.terminal import LiveLine
 
 
 def sample_records(

@@ -1,9 +1,8 @@
-"""Memory before the run: estimated by part and phase, and what to change where it is short."""
+"""Memory plans: estimates by phase and part before a run, and advice if memory is short."""
 
 from trustbatch.plan.describe import describe_plan
 from trustbatch.plan.estimate import Estimator, estimate_memory
-from trustbatch.plan.memory import MemoryPlan, Part, Phase
-from trustbatch.plan.setting import Lora, Setting
+from trustbatch.plan.memory import Lora, MemoryPlan, Part, Phase, Setting
 
 __all__ = [
     "Estimator",

@@ -1,29 +1,28 @@
-"""What to change where memory is short, in the order of what it costs."""
+"""What to change if memory is short, in the order of the costs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trustbatch.plan.estimate import Estimator
-from trustbatch.plan.memory import size
-from trustbatch.plan.setting import Lora, Setting
+from trustbatch.plan.memory import Lora, Setting, size
 
 LORA_RANK = 16
-MOST_GPUS = 64
-FEWEST_SEQUENCES = 16
-FEWEST_TOKENS = 2048
-"""in a micro-batch: with fewer, a GPU is no longer kept busy"""
-WORTH_SAYING = 0.02
-"""of what is needed: a change that saves less is not named beside others"""
+MAX_GPUS = 64
+MIN_SEQUENCES = 16
+MIN_MICRO_BATCH_TOKENS = 2048
+"""fewer do not keep a GPU busy"""
+MIN_SAVING = 0.02
+"""share of the needed memory; smaller savings are not suggested"""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing to set."""
+    """One suggested change."""
 
     words: str
     field: str
-    """of the setting"""
+    """field of `Setting`"""
     value: Any
     is_key: bool = True
     """whether it is a key of the configuration"""
@@ -31,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """Changes that together bring a run below a limit, or as near as can be."""
+    """Changes that together bring a run below a limit, or as near to it as possible."""
 
     changes: tuple[Change, ...]
     saved: float
@@ -62,10 +61,7 @@ class Advice:
 def advise(
     estimator: Estimator, setting: Setting, *, limit: float, phase: str | None = None
 ) -> Advice:
-    """Find changes that are enough, none of them costlier than need be.
-
-    Looks at one phase, or at all of them.
-    """
+    """Find the cheapest changes that suffice, for one phase or for all of them."""
 
     def needed(changes: Mapping[str, Change]) -> float:
         values = {change.field: change.value for change in changes.values()}
@@ -79,21 +75,21 @@ def advise(
         if current <= limit:
             break
         after = needed(chosen | {change.field: change})
-        if current - after > WORTH_SAYING * before:
+        if current - after > MIN_SAVING * before:
             chosen[change.field] = change
             current = after
-    # what came later may have made it needless
-    as_good = limit if current <= limit else current + WORTH_SAYING * before
+    # later changes may have made earlier ones unnecessary
+    allowed = limit if current <= limit else current + MIN_SAVING * before
     for field in list(chosen):
         rest = {name: change for name, change in chosen.items() if name != field}
-        if needed(rest) <= as_good:
+        if needed(rest) <= allowed:
             chosen = rest
     after = needed(chosen)
     return Advice(tuple(chosen.values()), before - after, after, is_enough=after <= limit)
 
 
 def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
-    """Yield single changes of a setting: those that cost little come first."""
+    """Yield single changes, the cheapest first."""
     config, hardware = estimator.config, estimator.hardware
     if config.rollout.engine == "vllm" and config.cluster is None and not setting.vllm_sleeps:
         yield Change("rollout.vllm.sleep = true", "vllm_sleeps", True)
@@ -101,9 +97,9 @@ def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
         words = 'cluster.weight_transfer = "shared_memory"'
         yield Change(words, "direct_transfer", False)
     longest = estimator.longest_sequence
-    for tokens in _halved(setting.micro_batch_tokens, max(longest, FEWEST_TOKENS)):
+    for tokens in _halved(setting.micro_batch_tokens, max(longest, MIN_MICRO_BATCH_TOKENS)):
         yield _micro_batch(tokens)
-    for rows in _halved(setting.max_sequences, FEWEST_SEQUENCES):
+    for rows in _halved(setting.max_sequences, MIN_SEQUENCES):
         yield Change(f"rollout.max_sequences = {rows}", "max_sequences", rows)
     if not setting.gradient_checkpointing:
         yield Change("training.gradient_checkpointing = true", "gradient_checkpointing", True)
@@ -116,7 +112,7 @@ def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
     of_engines = 0.0 if demand is None else demand.engines.size * demand.engines.gpus
     for_training = hardware.num_available - of_engines
     yield from (change for change in more_gpus if change.value <= for_training)
-    for tokens in _halved(min(setting.micro_batch_tokens, FEWEST_TOKENS), longest):
+    for tokens in _halved(min(setting.micro_batch_tokens, MIN_MICRO_BATCH_TOKENS), longest):
         yield _micro_batch(tokens)
     if not setting.eight_bit_optimizer and setting.lora is None:
         yield Change('training.optimizer = "adamw_8bit"', "eight_bit_optimizer", True)
@@ -145,6 +141,6 @@ def _halved(number: int, least: int) -> Iterator[int]:
 
 
 def _doubled(number: int) -> Iterator[int]:
-    while number < MOST_GPUS:
+    while number < MAX_GPUS:
         number *= 2
         yield number

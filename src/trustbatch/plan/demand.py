@@ -1,30 +1,31 @@
-"""What the processes of a run with [cluster] ask Ray for, a bundle each."""
+"""What a run with [cluster] needs: Ray resources, and GPU memory for published weights."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trustbatch.config import Config
+from trustbatch.plan.memory import BFLOAT16, FLOAT32
 
 Resources = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Bundles:
-    """What each process of one kind asks for."""
+    """The Ray resources of all processes of one kind."""
 
     kind: str
-    """what one of them is called"""
+    """name of one of them"""
     key: str
-    """of the configuration: how many there are"""
+    """configuration key of their number"""
     size: int
     gpus: float = 0.0
     gpu_key: str = ""
-    """of the configuration: how many GPUs each has; none where that is always one"""
+    """configuration key of the GPUs of each; empty if that is always one"""
 
     @property
     def each(self) -> dict[str, float]:
-        """One bundle; it lies on one machine."""
+        """Resources of one process, which must be on one machine."""
         return {"CPU": 1.0} | ({"GPU": self.gpus} if self.gpus else {})
 
     def __str__(self) -> str:
@@ -33,22 +34,22 @@ class Bundles:
 
 @dataclass(frozen=True)
 class Demand:
-    """All that a run asks Ray for."""
+    """All Ray resources of a run."""
 
     trainers: Bundles
-    """a single one is the process that was started, for which nothing is asked"""
+    """none for a single trainer, which is the process that was started"""
     engines: Bundles
     reward_workers: Bundles
 
     @classmethod
     def of(cls, config: Config, nodes: Sequence[Resources]) -> "Demand":
-        """Return what a run asks machines of these resources for."""
+        """Return what a run needs from machines with these resources."""
         cluster = config.cluster
         assert cluster is not None
         num_gpus = sum(node.get("GPU", 0.0) for node in nodes)
         if config.model.device == "cpu":
             num_gpus = 0.0
-        # a cluster's own Ray does not know of a GPU that is used beside it
+        # an existing Ray cluster does not know about GPUs used outside of it
         is_placed = cluster.trainers > 1 or (cluster.address and num_gpus > 1)
         num_trainers = cluster.trainers if is_placed else 0
         is_divided = config.rollout.engine == "vllm" and cluster.engine_gpus is None
@@ -57,7 +58,7 @@ class Demand:
         if gpus_per_engine is None:
             gpus_per_engine = float(whole) if num_gpus else 0.0
             if not is_placed and num_gpus == whole == 1:
-                gpus_per_engine = _share(cluster.engines)  # all on the only one
+                gpus_per_engine = _share(cluster.engines)  # all on the only GPU
         return cls(
             trainers=Bundles(
                 "trainer", "cluster.trainers", num_trainers, gpus=1.0 if num_gpus else 0.0
@@ -76,28 +77,28 @@ class Demand:
 
     @property
     def kinds(self) -> list[Bundles]:
-        """Those of which there are any."""
+        """Kinds with at least one process."""
         return [kind for kind in (self.trainers, self.engines, self.reward_workers) if kind.size]
 
     @property
     def num_gpus(self) -> float:
-        """GPUs of all processes that Ray places."""
+        """Number of GPUs of all processes that Ray places."""
         return sum(kind.size * kind.gpus for kind in self.kinds)
 
     def obstacle(self, nodes: Sequence[Resources]) -> str | None:
-        """Say why machines of these resources can never hold all processes at once, if so."""
+        """Return why these machines can't run all processes at once; None if they can."""
         for resource in ("GPU", "CPU"):
             in_all = sum(node.get(resource, 0.0) for node in nodes)
             largest = max(node.get(resource, 0.0) for node in nodes)
-            asking = [kind for kind in self.kinds if kind.each.get(resource)]
-            wanted = sum(kind.size * kind.each[resource] for kind in asking)
-            if wanted > in_all:
+            kinds = [kind for kind in self.kinds if kind.each.get(resource)]
+            needed = sum(kind.size * kind.each[resource] for kind in kinds)
+            if needed > in_all:
                 return (
-                    f"Ray has {in_all:g} {resource} in all, and the run needs {wanted:g} "
-                    f"({', '.join(map(str, asking))}): lower "
-                    f"{' or '.join(kind.key for kind in asking)}, or add machines."
+                    f"Ray has {in_all:g} {resource} in all, and the run needs {needed:g} "
+                    f"({', '.join(map(str, kinds))}): lower "
+                    f"{' or '.join(kind.key for kind in kinds)}, or add machines."
                 )
-            for kind in asking:
+            for kind in kinds:
                 if kind.each[resource] > largest:
                     return (
                         f"Each {kind.kind} needs {kind.each[resource]:g} {resource} on one "
@@ -108,26 +109,51 @@ class Demand:
 
 
 def gpus_needed(config: Config) -> int:
-    """Return on how many GPUs a run has one for each process that can use one."""
+    """Return the number of GPUs with which every process that can use one has one."""
     assert config.cluster is not None
     demand = Demand.of(config, [{"GPU": math.inf}])
     return math.ceil(demand.num_gpus) + (0 if demand.trainers.size else 1)
 
 
 def seen_by_ray(config: Config, num_gpus: float) -> list[Resources]:
-    """Return what Ray has on a machine of so many GPUs, with CPUs as it is told."""
+    """Return Ray's resources on a machine with `num_gpus` GPUs and enough CPUs."""
     assert config.cluster is not None
-    # a single trainer keeps the first one, where there are others
+    # a single trainer keeps the first GPU if there are several
     if config.cluster.trainers == 1 and not config.cluster.address and num_gpus > 1:
         num_gpus -= 1
     return [{"CPU": math.inf, "GPU": num_gpus}]
 
 
 def amounts(resources: Resources, keys: Iterable[str] = ("CPU", "GPU")) -> str:
-    """Return resources in words."""
+    """Format resources."""
     return " and ".join(f"{resources.get(key, 0.0):g} {key}" for key in keys)
 
 
 def _share(number: int) -> float:
-    """Return a part of one, so that as many of them as asked for fit: Ray counts in 1/10,000."""
+    """Return 1/number rounded down to Ray's unit of 1/10,000, so that all of them fit."""
     return math.floor(10_000 / number) / 10_000
+
+
+MAX_PUBLISHED_SHARE = 0.2
+"""of the first trainer's GPU memory, unless cluster.weight_transfer = "direct" is set"""
+
+
+def published_bytes(config: Config, num_parameters: int) -> float:
+    """Return the bytes of the weight versions that a direct transfer keeps on the trainer's GPU."""
+    assert config.cluster is not None
+    precision = config.rollout.precision
+    if precision == "auto":
+        precision = config.model.precision
+    # vLLM rounds all weights; the native engine keeps float32, and rounds some copies
+    is_rounded = config.rollout.engine == "vllm" and precision != "float32"
+    # the versions that engines may request, and one about to be replaced
+    num_versions = config.cluster.max_lag + 2
+    return num_versions * (BFLOAT16 if is_rounded else FLOAT32) * num_parameters
+
+
+def keeps_published_on_gpu(config: Config, num_bytes: float, *, gpu_memory: float) -> bool:
+    """Return whether published weights are kept on the first trainer's GPU."""
+    assert config.cluster is not None
+    if config.cluster.weight_transfer == "auto":
+        return num_bytes <= MAX_PUBLISHED_SHARE * gpu_memory
+    return config.cluster.weight_transfer == "direct"

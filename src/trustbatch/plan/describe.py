@@ -1,4 +1,4 @@
-"""What `--dry-run` shows: the work of one step, its memory, and what to change if that is short."""
+"""What `--dry-run` shows: the work of one step, its memory, and advice if that is short."""
 
 from trustbatch.checkpoints.load import list_checkpoints
 from trustbatch.config import Config, SecondPolicyConfig
@@ -8,8 +8,7 @@ from trustbatch.plan.advice import advise
 from trustbatch.plan.demand import amounts, seen_by_ray
 from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.hardware import Hardware, find_hardware
-from trustbatch.plan.memory import MemoryPlan, Phase, size
-from trustbatch.plan.setting import Setting
+from trustbatch.plan.memory import MemoryPlan, Phase, Setting, size
 from trustbatch.tasks import FilteredTask, Task
 
 MARGIN = " " * 12
@@ -18,7 +17,7 @@ MARGIN = " " * 12
 def describe_plan(
     config: Config, task: Task | None = None, *, hardware: Hardware | None = None
 ) -> str:
-    """Return a few lines about the run that a configuration would start; loads no weights."""
+    """Describe the run that a configuration would start, without loading weights."""
     hardware = hardware or find_hardware(config)
     estimator = Estimator.of(config, hardware, task)
     rollout, training = config.rollout, config.training
@@ -41,7 +40,7 @@ def describe_plan(
 
 
 def _processes(estimator: Estimator) -> list[str]:
-    """Say which processes a run with [cluster] has, and what each of them gets."""
+    """Describe the processes of a run with [cluster], and the resources of each."""
     demand, hardware = estimator.demand, estimator.hardware
     if demand is None:
         return []
@@ -57,7 +56,7 @@ def _processes(estimator: Estimator) -> list[str]:
         nodes = seen_by_ray(estimator.config, hardware.num_available)
         of_ray = sum(node["GPU"] for node in nodes)
         lines.append(
-            demand.obstacle(nodes) or f"which is {demand.num_gpus:g} GPU of Ray's {of_ray:g}"
+            demand.obstacle(nodes) or f"in total {demand.num_gpus:g} of Ray's {of_ray:g} GPUs"
         )
     first, *others = lines
     return [f"cluster     {first}", *(MARGIN + other for other in others)]
@@ -70,7 +69,7 @@ def _memory(estimator: Estimator) -> list[str]:
     lines = [f"memory      {first}", *(MARGIN + other for other in others)]
     prompts = f"prompts of up to {plan.prompt_tokens} tokens"
     if plan.is_prompt_assumed:
-        prompts += ", which is assumed"
+        prompts += " (assumed)"
     per = "each GPU" if plan.is_gpu else "each process" if plan.num_gpus > 1 else "this machine"
     where = f"on {per}"
     if estimator.demand is not None and not estimator.shares_gpu:
@@ -94,15 +93,15 @@ def _phase(phase: Phase) -> str:
 
 
 def _waiting(plan: MemoryPlan) -> list[str]:
-    """Say if some sequences will have to wait for the memory of others."""
+    """Note if some sequences have to wait for the memory of others."""
     generate = plan.phase("generate")
     if generate.total <= plan.capacity:
         return []
     elastic = generate.total - generate.needed
-    there = plan.capacity - generate.needed
+    available = plan.capacity - generate.needed
     return [
-        f"{MARGIN}keys and values get {size(there)} of {size(elastic)}: some sequences wait for "
-        "others to end, which costs time and changes nothing else"
+        f"{MARGIN}keys and values get {size(available)} of {size(elastic)}: some sequences wait "
+        "for others to finish, which takes longer but gives the same results"
     ]
 
 
@@ -110,8 +109,8 @@ def _second_policy(config: Config, second: SecondPolicyConfig) -> str:
     num_parameters, _ = count_parameters(second.model, trust_remote_code=second.trust_remote_code)
     temperature = second.temperature or config.rollout.temperature
     return (
-        f"policy      {second.policy_name}: samples {second.share:.0%} at temperature {temperature}, "
-        f"{num_parameters:,} parameters, {size(4 * num_parameters)}"
+        f"policy      {second.policy_name}: {second.share:.0%} of samples at temperature "
+        f"{temperature}, {num_parameters:,} parameters, {size(4 * num_parameters)}"
     )
 
 

@@ -1,8 +1,8 @@
-"""An estimate of the memory that a run takes on each GPU, before anything is loaded.
+"""Estimates the memory of a run on each GPU, before anything is loaded.
 
-Parameters and optimizer states are counted, activations measured on two layers; what remains are
-the rules of this package about what is alive at the same time. Not counted is what a run takes only
-because it is free: graphs of further micro-batches that wait for their backward pass.
+Parameters and optimizer states are counted, activations are measured on two layers, and the rest is
+known from what this package keeps alive at the same time. Memory that a run uses only if it is free
+is not counted: graphs of further micro-batches that wait for their backward pass.
 """
 
 import math
@@ -12,39 +12,40 @@ from functools import cached_property
 import torch
 
 from trustbatch.config import Config
-from trustbatch.plan.activations import Activations, measure_activations
-from trustbatch.plan.demand import Bundles, Demand, seen_by_ray
+from trustbatch.plan.demand import (
+    Bundles,
+    Demand,
+    keeps_published_on_gpu,
+    published_bytes,
+    seen_by_ray,
+)
 from trustbatch.plan.hardware import Hardware, find_hardware
-from trustbatch.plan.key_values import cached_tokens
-from trustbatch.plan.memory import MemoryPlan, Part, Phase
-from trustbatch.plan.outline import ModelOutline
-from trustbatch.plan.prompts import PromptLength, longest_prompt
-from trustbatch.plan.published import may_wait_on_gpu, published_bytes
-from trustbatch.plan.setting import Setting
+from trustbatch.plan.memory import BFLOAT16, FLOAT32, MemoryPlan, Part, Phase, Setting
+from trustbatch.plan.outline import Activations, ModelOutline, measure_activations
+from trustbatch.plan.token_counts import PromptLength, cached_tokens, longest_prompt
 from trustbatch.rollout.native.engine import PREFILL_TOKENS
 from trustbatch.tasks import Task
 from trustbatch.training.linear_logprobs import CPU_SLICE_BYTES, GPU_SLICE_BYTES
 
-FLOAT32, BFLOAT16 = 4, 2
 ADAMW_STATES = 2 * FLOAT32
 EIGHT_BIT_STATES = 2 * (1 + FLOAT32 / 256)
-"""two bytes a parameter, and a scale for each block of 256"""
+"""two bytes per parameter, and a scale per block of 256"""
 COMPILED = 0.58
-"""part of a layer's activations that torch.compile's partitioner keeps: 0.576 at the widths of
+"""share of a layer's activations that torch.compile's partitioner saves: 0.576 at the widths of
 Qwen3-0.6B and 0.587 at those of 4B, counted with the backend aot_eager_decomp_partition"""
 GATHERED_LAYERS = 3
-"""in the precision of products: one in use, one on its way, and the buffer that it arrives in"""
+"""in the autocast precision: one in use, one being gathered, and its buffer"""
 REDUCED_LAYERS = 2
-"""whose gradients are being summed over the ranks, in float32"""
+"""layers whose gradients are being reduced over the ranks, in float32"""
 ALL_LOGIT_COPIES = 5
-"""float32 copies of all logits, for models whose head is more than a product, as measured"""
+"""float32 copies of all logits for models that transform them, as measured"""
 TRUNCATED_LOGIT_COPIES = 8
-"""of the logits of all rows, where top-k or top-p sorts them"""
+"""copies of the logits of all rows if top-k or top-p sorts them"""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """Estimates one run under any setting; what must be measured is measured once."""
+    """Estimates one run under any setting; measurements are made once."""
 
     config: Config
     hardware: Hardware
@@ -52,11 +53,11 @@ class Estimator:
 
     @classmethod
     def of(cls, config: Config, hardware: Hardware, task: Task | None) -> "Estimator":
-        """Look at the prompts of the task, where one is given."""
+        """Return the estimator of a run, with the prompt length of the task if one is given."""
         return cls(config, hardware, longest_prompt(config, task))
 
     def plan(self, setting: Setting | None = None) -> MemoryPlan:
-        """Return the memory of both phases; the setting is the configuration's unless given."""
+        """Return the memory of both phases; default: the settings of the configuration."""
         if setting is None:
             setting = Setting.of(self.config, num_gpus=self.hardware.num_gpus)
         generate, train = self._phases(setting)
@@ -80,21 +81,21 @@ class Estimator:
 
     @cached_property
     def activations(self) -> Activations:
-        """What its layers save."""
+        """The activations that its layers save."""
         return measure_activations(
             self.outline,
-            precision=self._product_type,
+            precision=self._autocast_dtype,
             trust_remote_code=self.config.model.trust_remote_code,
         )
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of a prompt and a completion; a micro-batch has at least that many."""
+        """Tokens of the longest prompt and completion: the smallest possible micro-batch."""
         return self.prompt.num_tokens + self.config.rollout.max_tokens
 
     @cached_property
     def demand(self) -> Demand | None:
-        """What a run with [cluster] asks Ray for."""
+        """Ray resources of a run with [cluster]."""
         if self.config.cluster is None:
             return None
         num_gpus = self.hardware.num_available if self.hardware.is_gpu else 0
@@ -102,12 +103,12 @@ class Estimator:
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether the engines of a cluster are on the trainer's GPU, the only one."""
+        """Whether the engines of a cluster share the only GPU with the trainer."""
         is_alone = self.hardware.is_gpu and self.hardware.num_available == 1
         return is_alone and self.demand is not None and not self.demand.trainers.size
 
     def _phases(self, setting: Setting) -> tuple[list[Part], list[Part]]:
-        """Return the parts of generation and those of training."""
+        """Return the parts of generation and of training."""
         trainer, generate = self._trainer(setting), self._generate(setting)
         train = max(self._train(setting), key=lambda parts: sum(p.num_bytes for p in parts))
         if self.demand is None:
@@ -116,23 +117,25 @@ class Estimator:
                 Part("second policies", self._second_policies()),
             ]
             return [*trainer, *engine, *generate], [*trainer, *engine, *train]
-        engines = self._engines_on_a_gpu(self.demand.engines, generate)
+        engines = self._engines_per_gpu(self.demand.engines, generate)
         if self.shares_gpu:
             return [*trainer, *engines], [*trainer, *engines, *train]
         return engines, [*trainer, *train, Part("published weights", self._published(setting))]
 
     def _published(self, setting: Setting) -> float:
-        """Bytes of the versions that the first trainer's GPU keeps for the engines on others."""
+        """Bytes of the weight versions that the first trainer's GPU keeps for the engines."""
         if not setting.direct_transfer or not self.hardware.is_gpu:
             return 0.0
         num_bytes = published_bytes(self.config, self.outline.num_parameters)
         memory = self.hardware.memory
-        return num_bytes if may_wait_on_gpu(self.config, num_bytes, gpu_memory=memory) else 0.0
+        return (
+            num_bytes if keeps_published_on_gpu(self.config, num_bytes, gpu_memory=memory) else 0.0
+        )
 
-    def _engines_on_a_gpu(self, bundles: Bundles, generate: list[Part]) -> list[Part]:
-        """Parts of the engines that share one GPU; each has a policy of its own.
+    def _engines_per_gpu(self, bundles: Bundles, generate: list[Part]) -> list[Part]:
+        """Parts of the engines that share one GPU; each has its own policy.
 
-        That of vLLM lies in host memory, and what vLLM takes is its own affair.
+        vLLM's policy is in host memory, and vLLM's own share is a part of generation.
         """
         number = min(math.floor(1 / bundles.gpus), bundles.size) if 0 < bundles.gpus < 1 else 1
         is_native = self.config.rollout.engine == "native"
@@ -145,7 +148,7 @@ class Estimator:
         return [replace(part, num_bytes=number * part.num_bytes) for part in of_one]
 
     def _trainer(self, setting: Setting) -> list[Part]:
-        """Parts that a trainer keeps in both phases."""
+        """Parts that the trainer keeps in both phases."""
         on_device = 0.0 if setting.cpu_offload and self.hardware.is_gpu else 1 / setting.num_gpus
         trainable = self._trainable(setting)
         states = EIGHT_BIT_STATES if setting.eight_bit_optimizer else ADAMW_STATES
@@ -156,7 +159,7 @@ class Estimator:
         ]
 
     def _parameters(self, setting: Setting) -> float:
-        """Bytes of all parameters, those of adapters and the frozen ones beside them too."""
+        """Bytes of all parameters, with adapters and frozen weights."""
         whole = FLOAT32 * self.outline.num_parameters
         if setting.lora is None:
             return whole
@@ -178,7 +181,7 @@ class Estimator:
             return 0
         name = self.config.training.reference_model
         if name is None or name == self.config.model.name:
-            # without its adapters the policy is the reference
+            # with LoRA, the policy without its adapters is the reference
             return self.outline.num_parameters if setting.lora is None else 0
         return ModelOutline.read(
             name, trust_remote_code=self.config.model.trust_remote_code
@@ -186,7 +189,7 @@ class Estimator:
 
     def _second_policies(self) -> float:
         if self.config.rollout.engine != "native":
-            return 0.0  # vLLM's are in host memory
+            return 0.0  # vLLM keeps them in host memory
         outlines = [
             ModelOutline.read(second.model, trust_remote_code=second.trust_remote_code)
             for second in self.config.rollout.policies
@@ -197,22 +200,22 @@ class Estimator:
         )
 
     def _engine_weights(self, outline: ModelOutline, is_sharded: bool) -> float:
-        """Bytes of what the native engine keeps beside the trainer's parameters."""
+        """Bytes that the native engine keeps besides the trainer's parameters."""
         if self.config.rollout.engine != "native":
             return 0.0
         images = self._images(outline)
         if not is_sharded:
             return images
-        # a whole model of its own, its products in the trainer's precision
+        # a full model of its own, with linear layers in the trainer's precision
         replica = FLOAT32 * outline.num_parameters
-        if self._product_type is not None:
-            replica -= (FLOAT32 - BFLOAT16) * outline.product_weights
+        if self._autocast_dtype is not None:
+            replica -= (FLOAT32 - BFLOAT16) * outline.linear_weights
             if self._engine_precision == "bfloat16" and self.hardware.is_gpu and images:
-                images = BFLOAT16 * outline.head_weights  # of what is rounded there is no image
+                images = BFLOAT16 * outline.head_weights  # rounded layers need no copy
         return replica + images
 
     def _images(self, outline: ModelOutline) -> float:
-        """Bytes of rounded or re-ordered copies of weights in float32."""
+        """Bytes of rounded or reordered copies of float32 weights."""
         images = outline.decoded_weights
         if not self.hardware.is_gpu:
             return FLOAT32 * images
@@ -221,7 +224,7 @@ class Estimator:
         return BFLOAT16 * images if self._engine_precision == "bfloat16" else 0.0
 
     @property
-    def _product_type(self) -> torch.dtype | None:
+    def _autocast_dtype(self) -> torch.dtype | None:
         precision = self.config.model.precision
         if precision == "auto":
             precision = "bfloat16" if self.hardware.is_gpu else "float32"
@@ -232,13 +235,13 @@ class Estimator:
         precision = self.config.rollout.precision
         if precision != "auto":
             return precision
-        return "float32" if self._product_type is None else "bfloat16"
+        return "float32" if self._autocast_dtype is None else "bfloat16"
 
     def _generate(self, setting: Setting) -> list[Part]:
         if self.config.rollout.engine == "vllm":
             return [self._vllm()]
         rollout, outline = self.config.rollout, self.outline
-        num_rows = min(self._rows_of_a_call(setting), setting.max_sequences)
+        num_rows = min(self._rows_per_call(setting), setting.max_sequences)
         rows_per_prompt = min(rollout.samples_per_prompt, num_rows)
         num_prompts = math.ceil(num_rows / rows_per_prompt)
         tokens = cached_tokens(
@@ -249,7 +252,7 @@ class Estimator:
             paged=self.hardware.is_gpu and outline.is_decoded_fast,
         )
         in_cache = outline.cached_numbers * _itemsize(self._engine_precision)
-        # while it grows, one layer's keys or values are there twice
+        # while the cache grows, one layer's keys or values exist twice
         cache = tokens * in_cache * (1 + 0.5 / outline.num_layers)
         truncates = rollout.top_k > 0 or rollout.top_p < 1.0
         copies = TRUNCATED_LOGIT_COPIES if truncates else 2
@@ -260,8 +263,8 @@ class Estimator:
             Part("prompts", prompt_pass * self.activations.layer),
         ]
 
-    def _rows_of_a_call(self, setting: Setting) -> int:
-        """Sequences that an engine is asked for at once."""
+    def _rows_per_call(self, setting: Setting) -> int:
+        """Number of sequences per call of an engine."""
         rollout, cluster = self.config.rollout, self.config.cluster
         if cluster is None:
             num_sequences = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -277,7 +280,7 @@ class Estimator:
         return Part("vLLM", share if is_here else 0.0)
 
     def _train(self, setting: Setting) -> list[list[Part]]:
-        """Return the parts at the moments of an update that can be the largest."""
+        """Return the parts at each moment of an update that can be the peak."""
         rollout, training = self.config.rollout, self.config.training
         num_sequences = rollout.prompts_per_step * rollout.samples_per_prompt
         in_step = num_sequences * self.longest_sequence / training.mini_batches / setting.num_gpus
@@ -287,24 +290,24 @@ class Estimator:
             parts.append(self._vllm())
         gathered = Part("gathered layers", self._gathered(setting))
         gradients = Part("gradients", self._gradients(setting))
-        saved = Part("activations", tokens * self._saved_a_token(setting))
+        saved = Part("activations", tokens * self._saved_per_token(setting))
         head = Part("log-probs", self._log_probs(tokens, setting))
-        # saved beside the activations, so with checkpointing those of one layer at a time
+        # saved with the activations: with checkpointing, those of one layer at a time
         num_rounded = 1 if setting.gradient_checkpointing else self.outline.num_layers
         rounded_layer = 0.0 if setting.is_sharded else self.activations.rounded_layer
         rounded = Part("rounded weights", rounded_layer * num_rounded)
         moments = [
-            # the head's backward pass, while all layers wait for theirs
+            # the head's backward pass, with the activations of all layers
             [*parts, gathered, saved, head, rounded],
-            # the end: all gradients, and one that is still to be added
+            # the end: all gradients, and the last one before it is accumulated
             [*parts, gathered, gradients, Part("last gradient", self._head_gradient(setting))],
         ]
-        if tokens < in_step:  # then gradients of earlier micro-batches are there
+        if tokens < in_step:  # gradients of earlier micro-batches are accumulated
             moments[0].append(gradients)
         return moments
 
-    def _saved_a_token(self, setting: Setting) -> float:
-        """Bytes that all layers save for a token, or with checkpointing their inputs and one."""
+    def _saved_per_token(self, setting: Setting) -> float:
+        """Bytes saved per token by all layers; with checkpointing, by their inputs and one."""
         in_layer = self.activations.layer * (COMPILED if setting.compiled else 1.0)
         num_layers = self.outline.num_layers
         if not setting.gradient_checkpointing:
@@ -312,28 +315,28 @@ class Estimator:
         return FLOAT32 * self.outline.width * num_layers + in_layer + self.activations.around
 
     def _log_probs(self, tokens: int, setting: Setting) -> float:
-        """Bytes of the head's backward pass: a slice of logits, and gradients of its operands."""
+        """Bytes of the head's backward pass: a slice of logits, and gradients of its inputs."""
         outline = self.outline
         num_sampled = tokens * self.config.rollout.max_tokens / self.longest_sequence
         logits = FLOAT32 * num_sampled * outline.vocabulary
         if not outline.has_plain_logits:
             return ALL_LOGIT_COPIES * logits
         largest = GPU_SLICE_BYTES if self.hardware.is_gpu else CPU_SLICE_BYTES
-        rounded = 1.0 if self._product_type is None else BFLOAT16 / FLOAT32
+        rounded = 1.0 if self._autocast_dtype is None else BFLOAT16 / FLOAT32
         slices = min(logits, largest) * (1 + rounded)
         hidden = num_sampled * outline.width * (2 * FLOAT32 + BFLOAT16)
         return slices + hidden + self._head_gradient(setting)
 
     def _head_gradient(self, setting: Setting) -> float:
-        """Bytes of a gradient of the head that is not yet added to, or divided over, the ranks."""
+        """Bytes of a gradient of the head before it is accumulated or reduced."""
         return 0.0 if setting.lora is not None else FLOAT32 * self.outline.head_weights
 
     def _gathered(self, setting: Setting) -> float:
-        """Bytes of whole parameters and gradients of which other ranks hold the parts."""
+        """Bytes of gathered parameters and gradients of sharded layers."""
         if not setting.is_sharded:
             return 0.0
         outline = self.outline
-        in_layers = FLOAT32 if self._product_type is None else BFLOAT16
+        in_layers = FLOAT32 if self._autocast_dtype is None else BFLOAT16
         gathered = GATHERED_LAYERS * in_layers * outline.largest_layer
         gathered += FLOAT32 * outline.around_layers  # until the step's backward pass has ended
         if setting.lora is None:
@@ -350,9 +353,9 @@ def estimate_memory(
     num_gpus: int | None = None,
     gpu_memory: float | None = None,
 ) -> MemoryPlan:
-    """Estimate what a run takes, for the hardware at hand or for so many GPUs of so many bytes.
+    """Estimate the memory of a run, on this machine or on `num_gpus` GPUs of `gpu_memory` bytes.
 
-    Prompts of the task are looked at for their length; without a task it is assumed.
+    The prompt length is measured on the task's prompts, or assumed without a task.
     """
     hardware = find_hardware(config, num_gpus=num_gpus, gpu_memory=gpu_memory)
     return Estimator.of(config, hardware, task).plan(setting)

@@ -1,4 +1,4 @@
-"""What a run is planned for: the GPUs or the machine at hand, or others."""
+"""The hardware that a run is planned for: this machine, or given GPUs."""
 
 import os
 from dataclasses import dataclass
@@ -9,35 +9,35 @@ from trustbatch.config import Config
 from trustbatch.plan.demand import gpus_needed
 from trustbatch.plan.memory import GIB, size
 
-NOT_TORCHS = 1.0 * GIB
-"""of a GPU's memory: CUDA's context and kernels, and the workspaces of its libraries"""
-FRAGMENTED = 0.04
-"""of a GPU's memory that the allocator can't use, its blocks being of other sizes"""
+CUDA_OVERHEAD = 1.0 * GIB
+"""bytes per GPU outside of torch: CUDA's context, kernels and library workspaces"""
+FRAGMENTATION = 0.04
+"""share of a GPU's memory that the allocator can't use"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A number of like devices."""
+    """A number of equal devices."""
 
     is_gpu: bool
     num_gpus: int
-    """processes that train together, where there is no GPU"""
+    """training processes; also without a GPU"""
     memory: float
-    """bytes of each"""
+    """bytes per device"""
     name: str
     num_available: int
-    """GPUs that a plan can count on"""
+    """GPUs that a plan may use"""
 
     @property
     def capacity(self) -> float:
-        """Bytes that the tensors of one process can have."""
-        return self.memory * (1 - FRAGMENTED) - NOT_TORCHS if self.is_gpu else self.memory
+        """Bytes available to the tensors of one process."""
+        return self.memory * (1 - FRAGMENTATION) - CUDA_OVERHEAD if self.is_gpu else self.memory
 
 
 def find_hardware(
     config: Config, *, num_gpus: int | None = None, gpu_memory: float | None = None
 ) -> Hardware:
-    """Return what is here, or what the plan is asked for: so many GPUs of so many bytes."""
+    """Return the hardware of this machine, or `num_gpus` GPUs of `gpu_memory` bytes."""
     device = config.model.device
     num = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
     num_available = num_gpus
@@ -71,7 +71,7 @@ def find_hardware(
 
 
 def has_gpu(config: Config) -> bool:
-    """Whether the run would find a GPU on this machine."""
+    """Return whether the run would use a GPU of this machine."""
     return torch.cuda.is_available() and config.model.device != "cpu"
 
 

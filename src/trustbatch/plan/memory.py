@@ -1,23 +1,88 @@
-"""Memory of one GPU (of the machine, where there is none), by phase and by part."""
+"""The terms of a memory plan: settings that memory depends on, and bytes by phase and part."""
 
 from dataclasses import dataclass
 
+from trustbatch.config import ALL_LINEAR, Config, LoraConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """LoRA adapters instead of training all parameters."""
+
+    rank: int
+    targets: tuple[str, ...] | None = None
+    """names of the adapted layers; None is every linear layer of the decoder"""
+    base_bytes: int = 4
+    """bytes per frozen weight of an adapted layer"""
+
+    @classmethod
+    def of(cls, config: LoraConfig) -> "Lora":
+        """Read [model.lora]."""
+        return cls(
+            rank=config.rank,
+            targets=None if ALL_LINEAR in config.targets else config.targets,
+            base_bytes=2 if config.base_precision == "bfloat16" else 4,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The settings that memory depends on, beside the model: all that advice can change."""
+
+    num_gpus: int = 1
+    micro_batch_tokens: int
+    max_sequences: int
+    gradient_checkpointing: bool = False
+    compiled: bool = False
+    eight_bit_optimizer: bool = False
+    cpu_offload: bool = False
+    lora: Lora | None = None
+    vllm_sleeps: bool = False
+    """whether vLLM frees its memory while the policy is trained"""
+    direct_transfer: bool = False
+    """whether weights for a cluster's engines are kept on the first trainer's GPU"""
+
+    @classmethod
+    def of(cls, config: Config, *, num_gpus: int = 1) -> "Setting":
+        """Read a configuration."""
+        training, lora, cluster = config.training, config.model.lora, config.cluster
+        return cls(
+            num_gpus=num_gpus,
+            micro_batch_tokens=training.micro_batch_tokens,
+            max_sequences=config.rollout.max_sequences,
+            gradient_checkpointing=training.gradient_checkpointing,
+            compiled=training.compile,
+            eight_bit_optimizer=training.optimizer == "adamw_8bit",
+            cpu_offload=training.cpu_offload,
+            lora=None if lora is None else Lora.of(lora),
+            vllm_sleeps=config.rollout.vllm.sleep,
+            direct_transfer=cluster is not None and cluster.weight_transfer in ("auto", "direct"),
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are sharded, and gathered layer by layer."""
+        return self.num_gpus > 1
+
+
 GIB = 2**30
+FLOAT32, BFLOAT16 = 4, 2
+"""bytes per number"""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something that takes memory."""
+    """One use of memory."""
 
     name: str
     num_bytes: float
     is_elastic: bool = False
-    """whether the run goes on, more slowly, where there is less"""
+    """whether the run can continue, more slowly, with less"""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The moment of a phase at which it takes most memory."""
+    """A phase of a step at its peak."""
 
     name: str
     """generate or train"""
@@ -36,19 +101,19 @@ class Phase:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run takes, and what there is."""
+    """The memory that a run needs per GPU (or per process on a CPU), and the capacity."""
 
     phases: tuple[Phase, ...]
     capacity: float
-    """bytes that torch can have"""
+    """bytes available to torch"""
     is_gpu: bool
     num_gpus: int
     prompt_tokens: int
     is_prompt_assumed: bool
-    """whether the tokenizer could not be asked"""
+    """whether the prompt length is a guess, without a tokenizer"""
 
     def phase(self, name: str) -> Phase:
-        """Return the phase of that name."""
+        """Return a phase by name."""
         return next(phase for phase in self.phases if phase.name == name)
 
     @property
@@ -58,10 +123,10 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the run has what it needs."""
+        """Whether the needed memory is available."""
         return self.needed <= self.capacity
 
 
 def size(num_bytes: float) -> str:
-    """Return a number of bytes as people read it."""
+    """Format a number of bytes."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,18 +1,23 @@
-"""Sizes of a model, read off a copy that has shapes and no weights."""
+"""Sizes of a model, read from a copy without weights, and of its activations, as measured."""
 
+import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from trustbatch.models.loading import empty_model
+from trustbatch.models.loading import empty_model, without_weights
+from trustbatch.models.packing.attention import NAME, REPLACES, no_mask
+from trustbatch.models.packing.layout import PackedLayout, Segment
 from trustbatch.rollout.native.architecture import read_architecture
 from trustbatch.training.sharding import decoder_layers
 
 CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""keys of models whose logits are more than a product, so that all of them are in memory"""
+"""config keys of models that transform their logits, which must then all be in memory"""
 
 
 @dataclass(frozen=True)
@@ -23,63 +28,63 @@ class ModelOutline:
 
     @classmethod
     def read(cls, name: str, *, trust_remote_code: bool = False) -> "ModelOutline":
-        """Read a checkpoint's config; no weight is loaded."""
+        """Read a checkpoint's config, without its weights."""
         return cls(empty_model(name, trust_remote_code=trust_remote_code))
 
     @property
     def config(self) -> Any:
-        """The Hugging Face config of what computes text."""
+        """The Hugging Face config of the text model."""
         return self.model.config.get_text_config()
 
     @cached_property
     def num_parameters(self) -> int:
-        """Parameters; those that two layers share count once."""
+        """Number of parameters; shared ones count once."""
         return _count(self.model.parameters())
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return int(self.config.num_hidden_layers)
 
     @cached_property
     def largest_layer(self) -> int:
-        """Parameters of the largest decoder layer."""
+        """Number of parameters of the largest decoder layer."""
         return max((_count(layer.parameters()) for layer in decoder_layers(self.model)), default=0)
 
     @cached_property
     def around_layers(self) -> int:
-        """Parameters outside of the decoder layers: embedding, last norm and head."""
+        """Number of parameters outside of the decoder layers: embedding, last norm and head."""
         inside = sum(_count(layer.parameters()) for layer in decoder_layers(self.model))
         return self.num_parameters - inside
 
     @cached_property
     def decoded_weights(self) -> int:
-        """Weights of which the fast decoder has an image: products of all layers, and the head."""
-        return self.product_weights + self.head_weights if self.is_decoded_fast else 0
+        """Weights that the native engine's fast decoder copies: linear layers and the head."""
+        return self.linear_weights + self.head_weights if self.is_decoded_fast else 0
 
     @cached_property
-    def product_weights(self) -> int:
-        """Weights of all products in the decoder layers."""
-        return sum(layer.weight.numel() for _, layer in self._products())
+    def linear_weights(self) -> int:
+        """Number of weights of all linear layers in the decoder."""
+        return sum(layer.weight.numel() for _, layer in self._linear_layers())
 
     @property
     def is_decoded_fast(self) -> bool:
-        """Whether the native engine has a decoder of its own for it."""
+        """Whether the native engine has a fast decoder for it."""
         return read_architecture(self.model) is not None
 
     @property
     def head_weights(self) -> int:
-        """Weights of the output head."""
+        """Number of weights of the output head."""
         return self.model.get_output_embeddings().weight.numel()
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that have a logit."""
+        """Size of the vocabulary."""
         return int(self.config.vocab_size)
 
     @property
     def width(self) -> int:
-        """Of the hidden states."""
+        """Size of the hidden states."""
         return int(self.config.hidden_size)
 
     @property
@@ -89,26 +94,28 @@ class ModelOutline:
 
     @property
     def cached_numbers(self) -> int:
-        """Numbers of a token that decoding keeps: its keys and values in all layers."""
+        """Numbers per token in the KV cache, over all layers."""
         config = self.config
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2 * self.num_layers * num_heads * dim
 
     def adapter_parameters(self, rank: int, targets: Sequence[str] | None) -> int:
-        """Parameters of LoRA adapters on the layers of these names, or on all products."""
+        """Number of parameters of LoRA adapters on the named layers, or on all linear layers."""
         return sum(
             rank * (layer.in_features + layer.out_features) for layer in self._adapted(targets)
         )
 
     def adapted_weights(self, targets: Sequence[str] | None) -> int:
-        """Weights of the layers that have an adapter."""
+        """Number of weights of the adapted layers."""
         return sum(layer.weight.numel() for layer in self._adapted(targets))
 
     def _adapted(self, targets: Sequence[str] | None) -> list[nn.Linear]:
-        return [layer for name, layer in self._products() if targets is None or name in targets]
+        return [
+            layer for name, layer in self._linear_layers() if targets is None or name in targets
+        ]
 
-    def _products(self) -> list[tuple[str, nn.Linear]]:
+    def _linear_layers(self) -> list[tuple[str, nn.Linear]]:
         return [
             (name.rpartition(".")[2], module)
             for layer in decoder_layers(self.model)
@@ -119,3 +126,87 @@ class ModelOutline:
 
 def _count(parameters: Any) -> int:
     return sum(parameter.numel() for parameter in parameters)
+
+
+LENGTHS = (32, 64)
+"""of the two sequences in each pass: the difference gives the bytes per token"""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that autograd saves for the backward pass, without parameters."""
+
+    layer: float
+    """per token and decoder layer"""
+    around: float
+    """per token outside of the layers"""
+    rounded_layer: float
+    """per layer, independent of tokens: autocast's rounded copies of its weights"""
+
+
+def measure_activations(
+    outline: ModelOutline, *, precision: torch.dtype | None, trust_remote_code: bool = False
+) -> Activations:
+    """Measure with four small passes over models of one and two layers, in about a second.
+
+    Weights are uninitialized: sizes do not depend on them. Attention saves the same on a CPU as on
+    a GPU: query, key, value, output and normalizer.
+    """
+    saved = {
+        (depth, length): _saved_bytes(
+            _shallow(outline, depth, trust_remote_code=trust_remote_code), length, precision
+        )
+        for depth in (1, 2)
+        for length in LENGTHS
+    }
+    short, long = LENGTHS
+    num_tokens = 2 * (long - short)
+    both = (saved[1, long] - saved[1, short]) / num_tokens
+    second_short = saved[2, short] - saved[1, short]
+    layer = (saved[2, long] - saved[1, long] - second_short) / num_tokens
+    return Activations(
+        layer=layer, around=both - layer, rounded_layer=second_short - layer * 2 * short
+    )
+
+
+def _shallow(outline: ModelOutline, depth: int, *, trust_remote_code: bool) -> Any:
+    """Return the decoder of the same model with fewer layers and uninitialized weights."""
+    config = copy.deepcopy(outline.model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = depth
+    # saved tensors do not depend on the number of embeddings
+    text.vocab_size, text.pad_token_id = 1, None
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:depth]
+    model = without_weights(config, trust_remote_code=trust_remote_code).eval()
+    if model.config._attn_implementation == REPLACES and model._can_set_attn_implementation():
+        model.set_attn_implementation(NAME)
+    return model.get_decoder().to_empty(device="cpu")
+
+
+def _saved_bytes(decoder: Any, length: int, precision: torch.dtype | None) -> int:
+    """Return the bytes of all distinct tensors saved by a pass over two sequences."""
+    ids = torch.zeros(2 * length, dtype=torch.long)
+    layout = PackedLayout.of([Segment(length), Segment(length)])
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
+    saved: dict[int, Tensor] = {}  # kept alive, so that their memory is not reused
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    rounding = nullcontext() if precision is None else torch.autocast("cpu", dtype=precision)
+    packs = decoder.config._attn_implementation == NAME
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), rounding:
+        if packs:
+            decoder(
+                input_ids=ids[None],
+                position_ids=layout.position_ids[None],
+                attention_mask=no_mask(ids.device),
+                use_cache=False,
+                packed=layout,
+            )
+        else:
+            decoder(input_ids=ids.view(2, length), use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())

@@ -1,4 +1,4 @@
-"""Memory that ran out: which phase it was, what was in use, and what to change."""
+"""Out-of-memory errors: the phase, the memory in use, and what to change."""
 
 import resource
 import sys
@@ -14,60 +14,61 @@ from trustbatch.errors import OutOfMemoryError
 from trustbatch.plan.advice import advise
 from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.hardware import Hardware, find_hardware
-from trustbatch.plan.memory import size
-from trustbatch.plan.setting import Setting
+from trustbatch.plan.memory import Setting, size
 from trustbatch.tasks import Task
 
-WANTED_LESS = 0.1
-"""of the estimate: advice saves at least this much, since the estimate was too low"""
-REFUSALS = (
+MIN_REDUCTION = 0.1
+"""share of the estimate that advice must save, since the estimate was too low"""
+OUT_OF_MEMORY_MESSAGES = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""in what a library's allocator says that raises no error of a type of its own"""
+"""parts of the messages of libraries that raise a plain RuntimeError"""
 
 
 @contextmanager
 def memory_advice(config: Config, task: Task, phase: str) -> Iterator[None]:
-    """Turn an out-of-memory error of the phase (load, generate, train) into a sentence."""
+    """Turn an out-of-memory error of a phase (load, generate, train) into advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):
             raise
-        in_use = _in_use(config)
-        # the frames that failed hold what was computed, and the estimate needs room itself
+        in_use = _memory_in_use(config)
+        # the failed frames hold tensors, and the estimate needs memory itself
         traceback.clear_frames(error.__traceback__)
         raise OutOfMemoryError(
             f"Memory ran out in the {phase} phase with {in_use} in use: "
-            + _what_to_do(config, task, phase)
+            + _advice(config, task, phase)
         ) from None
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that there is no memory."""
+    """Return whether an error is an out-of-memory error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSALS)
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in OUT_OF_MEMORY_MESSAGES
+    )
 
 
-def _what_to_do(config: Config, task: Task, phase: str) -> str:
-    hardware = _at_hand(config)
+def _advice(config: Config, task: Task, phase: str) -> str:
+    hardware = _available_hardware(config)
     setting = Setting.of(config, num_gpus=hardware.num_gpus)
-    of_phase = None if phase == "load" else phase
+    phase_or_all = None if phase == "load" else phase
     try:
         estimator = Estimator.of(config, hardware, task)
         plan = estimator.plan(setting)
-        needed = plan.needed if of_phase is None else plan.phase(of_phase).needed
-        limit = min(hardware.capacity, needed * (1 - WANTED_LESS))
-        advice = advise(estimator, setting, limit=limit, phase=of_phase)
+        needed = plan.needed if phase_or_all is None else plan.phase(phase_or_all).needed
+        limit = min(hardware.capacity, needed * (1 - MIN_REDUCTION))
+        advice = advise(estimator, setting, limit=limit, phase=phase_or_all)
     except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):
             raise
         return (
-            "set training.micro_batch_tokens or rollout.max_sequences lower, or ask for a plan "
+            "lower training.micro_batch_tokens or rollout.max_sequences, or see the memory plan "
             "with --dry-run."
         )
     return (
@@ -76,8 +77,8 @@ def _what_to_do(config: Config, task: Task, phase: str) -> str:
     )
 
 
-def _at_hand(config: Config) -> Hardware:
-    """Return the hardware without the memory that other processes have taken."""
+def _available_hardware(config: Config) -> Hardware:
+    """Return the hardware without the memory of other processes."""
     hardware = find_hardware(config)
     if not hardware.is_gpu:
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -88,7 +89,7 @@ def _at_hand(config: Config) -> Hardware:
     return replace(hardware, memory=total - max(of_others, 0))
 
 
-def _in_use(config: Config) -> str:
+def _memory_in_use(config: Config) -> str:
     if find_hardware(config).is_gpu:
         free, total = torch.cuda.mem_get_info()
         own, others = torch.cuda.memory_reserved(), total - free - torch.cuda.memory_reserved()

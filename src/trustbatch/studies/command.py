@@ -1,4 +1,4 @@
-"""`trustbatch study`: from the words of the command line to a finished study."""
+"""`trustbatch study`: from the command line to a finished study."""
 
 import argparse
 import json
@@ -14,47 +14,58 @@ from rich.table import Table
 
 from trustbatch.errors import ConfigError, did_you_mean
 from trustbatch.studies.definitions import DEFINITIONS
-from trustbatch.studies.scales.scale import Scale, set_key
-from trustbatch.studies.study import Arm, Study
+from trustbatch.studies.study import Arm, Scale, Study, set_key
 
-if TYPE_CHECKING:  # imports torch, for which --list need not wait
-    from trustbatch.studies.job import Job
+if TYPE_CHECKING:  # they import torch, which --list does not need
+    from trustbatch.studies.jobs import Job
     from trustbatch.studies.runner import Pace
 
 SCALES = ("smoke", "cpu", "gpu", "paper", "paper-1.5b")
 BENCHMARKS = "benchmarks"
 DEFAULT_FOLDER = Path("runs/studies")
-SHARE_OF_PAGE = 0.2
-"""of the seconds that a scale keeps for its end: what runs don't stop in, the page is written in"""
+PAGE_SHARE = 0.2
+"""of a scale's `end_seconds`: the rest is for running jobs to stop"""
 
 
 def add_study_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the words of the command."""
-    parser.add_argument("name", nargs="?", help="which one; --list shows them")
+    """Add the arguments of the command."""
+    parser.add_argument("name", nargs="?", help="name of the study; --list shows all")
     parser.add_argument("--list", action="store_true", help="show all studies")
-    parser.add_argument("--scale", choices=SCALES, default="cpu", help="default cpu")
-    parser.add_argument("--seeds", help="0,1,2 are these three, 5 is the first five")
-    parser.add_argument("--arms", help="some of the arms: p3o,grpo-0.2")
-    parser.add_argument("--steps", type=_whole, help="of each run")
-    parser.add_argument("--model", help="folder or name of the model that is trained")
-    parser.add_argument("--second-model", help="the one that samples a share, where a study mixes")
-    parser.add_argument("--task", choices=("gsm8k", "deepscaler"), help="of the gpu scale")
-    parser.add_argument("--data", help="folder with NAME.jsonl.gz of each named task")
-    parser.add_argument("--out", help="folder of the study; runs/studies/NAME-SCALE unless given")
-    parser.add_argument("--models", help="folder for tiny models; models beside --out unless given")
-    parser.add_argument("--from", dest="source", help="study whose checkpoints are evaluated")
-    parser.add_argument("--parallel", type=_whole, default=1, help="runs at a time, default 1")
-    parser.add_argument("--minutes", type=_minutes, help="stop before; the same command goes on")
+    parser.add_argument("--scale", choices=SCALES, default="cpu", help="default: cpu")
+    parser.add_argument("--seeds", help="a list such as 0,1,2, or a number of seeds such as 5")
+    parser.add_argument("--arms", help="run only these arms, e.g. p3o,grpo-0.2")
+    parser.add_argument("--steps", type=_positive_int, help="steps of each run")
+    parser.add_argument("--model", help="folder or name of the model to train")
+    parser.add_argument("--second-model", help="model that generates a share of mixed rollouts")
+    parser.add_argument("--task", choices=("gsm8k", "deepscaler"), help="task of the gpu scale")
+    parser.add_argument("--data", help="folder with NAME.jsonl.gz for each named task")
+    parser.add_argument("--out", help="folder of the study; default: runs/studies/NAME-SCALE")
+    parser.add_argument("--models", help="folder for tiny models; default: models beside --out")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a key for all arms"
+        "--from", dest="source", help="folder of the study whose checkpoints are evaluated"
     )
-    parser.add_argument("--no-eval", action="store_true", help="no held-out reward after training")
-    parser.add_argument("--dry-run", action="store_true", help="show arms and plan; run nothing")
-    parser.add_argument("--page-only", action="store_true", help="write the page of what is there")
-    parser.add_argument("--retry-failed", action="store_true", help="try failed runs once more")
+    parser.add_argument(
+        "--parallel", type=_positive_int, default=1, help="runs at a time; default: 1"
+    )
+    parser.add_argument("--minutes", type=_minutes, help="time limit; the same command continues")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="set a key for all arms"
+    )
+    parser.add_argument(
+        "--no-eval", action="store_true", help="skip the held-out evaluation after training"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show arms and memory plan, and run nothing"
+    )
+    parser.add_argument(
+        "--page-only",
+        action="store_true",
+        help="write the page from existing results, and run nothing",
+    )
+    parser.add_argument("--retry-failed", action="store_true", help="run failed runs again")
 
 
-def _whole(text: str) -> int:
+def _positive_int(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
@@ -72,7 +83,7 @@ def _minutes(text: str) -> float:
 
 
 def study_command(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Do what `trustbatch study` was asked; returns the exit status."""
+    """Run `trustbatch study`, and return the exit status."""
     began = time.monotonic()
     console = Console(soft_wrap=True, highlight=False)
     if options.list:
@@ -99,7 +110,7 @@ def study_command(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def requested_pace(options: argparse.Namespace, scale: Scale, began: float) -> "Pace":
-    """Return how many at a time, and until when; `began` is when the command did."""
+    """Return how many runs at a time and for how long, counted from `began`."""
     from trustbatch.studies.runner import STOP_SECONDS, Pace
 
     seconds = None
@@ -110,19 +121,19 @@ def requested_pace(options: argparse.Namespace, scale: Scale, began: float) -> "
                 f"--minutes {options.minutes:g} leaves no time to start anything: give more than "
                 f"{least / 60:.2g} at the {scale.name} scale."
             )
-        # the last checkpoint and the page must be written before the time is over
+        # the last checkpoints and the page must be written before the time is over
         seconds = began + 60 * options.minutes - scale.end_seconds - time.monotonic()
     return Pace(
         parallel=options.parallel,
         seconds=seconds,
         least_seconds=scale.least_seconds,
-        end_seconds=min(STOP_SECONDS, (1 - SHARE_OF_PAGE) * scale.end_seconds),
+        end_seconds=min(STOP_SECONDS, (1 - PAGE_SHARE) * scale.end_seconds),
         threads=scale.threads,
     )
 
 
 def requested_study(options: argparse.Namespace) -> tuple[Study, Scale]:
-    """Return what is compared, with what the command line changes for all arms."""
+    """Return the study with the changes of the command line, and its scale."""
     scale = _scale(options)
     return _chosen(_defined(options, scale), options), scale
 
@@ -130,11 +141,11 @@ def requested_study(options: argparse.Namespace) -> tuple[Study, Scale]:
 def _defined(options: argparse.Namespace, scale: Scale) -> Study:
     if options.name != BENCHMARKS:
         return DEFINITIONS[options.name](scale)
-    from trustbatch.studies.definitions.benchmarks import benchmarks
+    from trustbatch.studies.benchmarks import benchmarks
 
     if options.source is None:
         raise ConfigError(
-            "The study benchmarks needs --from, the folder of a study that has trained."
+            "The study benchmarks requires --from with the folder of a study that has trained."
         )
     return benchmarks(scale, Path(options.source))
 
@@ -143,12 +154,12 @@ def _jobs(
     options: argparse.Namespace, study: Study, scale: Scale, *, out: Path, models: Path
 ) -> "list[Job]":
     if options.name == BENCHMARKS:
-        from trustbatch.studies.definitions.benchmarks import benchmark_jobs
+        from trustbatch.studies.benchmarks import benchmark_jobs
 
         return benchmark_jobs(
             study, scale, source=Path(options.source), out=out, models=models, data=options.data
         )
-    from trustbatch.studies.planned_jobs import training_jobs
+    from trustbatch.studies.jobs import training_jobs
 
     held_out = None if options.no_eval else scale.held_out
     return training_jobs(study, out=out, models=models, held_out=held_out)
@@ -186,10 +197,12 @@ def _run(
         folder.unlock()
     console.print(f"{tally.done} of {tally.total} done.", markup=False)
     for name in tally.failed:
-        console.print(f"Failed  {name}: --retry-failed tries it once more.", markup=False)
+        console.print(f"Failed  {name}: run it again with --retry-failed.", markup=False)
     if tally.left:
         shown = ", ".join(tally.left[:5]) + (", ..." if len(tally.left) > 5 else "")
-        console.print(f"{len(tally.left)} left ({shown}): the same command goes on.", markup=False)
+        console.print(
+            f"{len(tally.left)} left ({shown}): the same command continues.", markup=False
+        )
     status = _write_page(console, out)
     if tally.was_interrupted:
         return 130
@@ -210,7 +223,7 @@ def _write_page(console: Console, out: Path) -> int:
 
 
 def _show_studies(console: Console) -> None:
-    from trustbatch.studies.definitions.benchmarks import benchmarks
+    from trustbatch.studies.benchmarks import benchmarks
 
     table = Table(box=None, show_header=False)
     for name, definition in {**DEFINITIONS, BENCHMARKS: benchmarks}.items():
@@ -219,26 +232,12 @@ def _show_studies(console: Console) -> None:
 
 
 def _scale(options: argparse.Namespace) -> Scale:
-    """Build the scale with what the command line changes for all arms."""
+    """Build the scale with the changes of the command line."""
     if options.task is not None and options.scale != "gpu":
-        raise ConfigError("--task is for the gpu scale: remove it.")
-    if options.scale == "smoke":
-        from trustbatch.studies.scales.smoke import smoke_scale
+        raise ConfigError("--task requires --scale gpu: remove it, or set that scale.")
+    from trustbatch.studies.scales import build_scale
 
-        scale = smoke_scale()
-    elif options.scale == "cpu":
-        from trustbatch.studies.scales.cpu import cpu_scale
-
-        scale = cpu_scale()
-    elif options.scale == "gpu":
-        from trustbatch.studies.scales.gpu import gpu_scale
-
-        scale = gpu_scale(task=options.task or "gsm8k", data=options.data)
-    else:
-        from trustbatch.studies.scales.paper import paper_scale, small_paper_scale
-
-        of_model = paper_scale if options.scale == "paper" else small_paper_scale
-        scale = of_model(data=options.data)
+    scale = build_scale(options.scale, task=options.task, data=options.data)
     if options.second_model is not None:
         scale = replace(scale, other_model=options.second_model)
     return scale

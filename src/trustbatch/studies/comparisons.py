@@ -1,13 +1,12 @@
-"""Arms compared seed by seed, and how sure one can be of what comes out.
+"""Paired comparisons of arms, and how certain they are.
 
-Two arms with the same seed start from the same weights and meet the same prompts, so their
-difference varies less than their rewards: seeds are paired. The interval is that of Student's t on
-the differences, and where several comparisons are made, a difference counts as clear only by Holm's
-rule over all of them.
+Two arms with the same seed start from the same weights and see the same prompts, so their
+difference varies less than their rewards: comparisons are paired by seed. The interval is Student's
+t interval of the differences; with several comparisons, a difference counts as clear only after
+Holm's correction for all of them.
 
-A family, such as GRPO over its clip ranges, is one contender: the mean of its members. Where
-benchmarks were evaluated with a single seed, problems are paired instead of seeds, and every arm
-stands for itself.
+A family, such as GRPO over its clip ranges, is one contender: the mean of its members. Benchmarks
+evaluated with a single seed are paired by problem instead, and every arm is its own contender.
 """
 
 import math
@@ -20,14 +19,13 @@ from statistics import fmean, stdev
 from trustbatch.evaluation.comparison import compare
 from trustbatch.evaluation.statistics import LEVEL
 from trustbatch.studies.results import ArmResult, Measure, Spread, StudyResults, StudyRun
-from trustbatch.studies.student_t import t_probability, t_quantile
 
 ROUNDING = 1e-9
-"""of a mean: a deviation below it is no deviation"""
+"""relative to the mean: a smaller standard error is rounding"""
 
 
 class Outcome(StrEnum):
-    """What a comparison says of the first contender."""
+    """The result of a comparison for the first contender."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -43,7 +41,7 @@ class Contender:
 
     @classmethod
     def of(cls, *members: ArmResult) -> "Contender":
-        """Return an arm, or several with what their labels share."""
+        """Return a contender of one arm, or of a family, labeled by what its labels share."""
         label = members[0].label
         if len(members) > 1:
             label = f"{common_label([m.label for m in members])} (mean of {len(members)})"
@@ -56,7 +54,7 @@ class Contender:
 
     @property
     def regime_label(self) -> str:
-        """What a person reads of the regime."""
+        """The label of the regime."""
         return self.members[0].regime_label
 
     @property
@@ -72,13 +70,13 @@ class Contender:
         return Spread.of([each.mean for each in spreads if each])
 
     def by_seed(self, measure: Measure) -> dict[int, float]:
-        """Return the measure of every seed that all members have it of."""
+        """Return the mean over members by seed, for seeds that all members have."""
         values = [member.by_seed(measure) for member in self.members]
         shared = set.intersection(*(set(each) for each in values))
         return {seed: fmean(each[seed] for each in values) for seed in sorted(shared)}
 
     def mean(self, measure: Measure) -> float | None:
-        """Return the mean over seeds, or nothing where no seed has it."""
+        """Return the mean over seeds; None if no seed has a value."""
         values = self.by_seed(measure).values()
         return fmean(values) if values else None
 
@@ -92,7 +90,7 @@ class PairedDifference:
     value: float
     low: float
     high: float
-    """ends of the 95% interval; NaN where a single pair says nothing about it"""
+    """ends of the 95% interval; NaN with a single pair"""
     p_value: float
     num_pairs: int
     num_better: int
@@ -100,23 +98,23 @@ class PairedDifference:
     unit: str = "seed"
     """what is paired"""
     adjusted_p: float = 1.0
-    """by Holm's rule, over all comparisons of the study"""
+    """after Holm's correction for all comparisons of the study"""
 
     @property
     def outcome(self) -> Outcome:
-        """What can be claimed."""
+        """Whether the first contender is clearly better or worse."""
         if not self.adjusted_p <= 1.0 - LEVEL:
             return Outcome.UNCLEAR
         return Outcome.BETTER if self.value > 0 else Outcome.WORSE
 
     @property
     def has_interval(self) -> bool:
-        """Whether there were pairs enough to say how far the value may be off."""
+        """Whether there were enough pairs for an interval."""
         return math.isfinite(self.low)
 
 
 def contenders(arms: Sequence[ArmResult]) -> list[Contender]:
-    """Return the arms of one regime, those of a family together, in the order of the study."""
+    """Return the contenders of one regime in the order of the study, each family as one."""
     groups: dict[str, list[ArmResult]] = {}
     for result in arms:
         family = result.arm.family
@@ -125,7 +123,7 @@ def contenders(arms: Sequence[ArmResult]) -> list[Contender]:
 
 
 def table_rows(arms: Sequence[ArmResult]) -> list[Contender]:
-    """Return the arms of one regime, those of a family behind their mean."""
+    """Return the contenders of one regime, each family followed by its members."""
     rows = []
     for each in contenders(arms):
         alone = [Contender.of(member) for member in each.members]
@@ -134,7 +132,7 @@ def table_rows(arms: Sequence[ArmResult]) -> list[Contender]:
 
 
 def compare_study(results: StudyResults) -> list[PairedDifference]:
-    """Compare within each regime: the subject with all others, or without one all with all."""
+    """Compare within each regime: the subject with all others, or all pairs without a subject."""
     found: list[PairedDifference] = []
     for regime in results.regimes:
         arms = results.in_regime(regime)
@@ -150,7 +148,7 @@ def compare_study(results: StudyResults) -> list[PairedDifference]:
 def paired_difference(
     first: Contender, second: Contender, measure: Measure
 ) -> PairedDifference | None:
-    """Compare over the seeds that both have; nothing where there is none."""
+    """Compare over the seeds that both have; None if there are none."""
     by_seed = _difference_by_seed(first, second, measure)
     return _summary(first, second, list(by_seed.values())) if by_seed else None
 
@@ -158,7 +156,7 @@ def paired_difference(
 def compare_over_regimes(results: StudyResults) -> list[PairedDifference]:
     """Compare the subject with each rival that is in every regime, by the mean over regimes.
 
-    One number a seed and rival: what a single regime leaves unclear, all of them may not.
+    The mean over regimes may be clear where no single regime is.
     """
     rivals: dict[str, list[tuple[Contender, Contender]]] = {}
     for regime in results.regimes:
@@ -204,17 +202,17 @@ def mean_interval(differences: Sequence[float]) -> tuple[float, float, float, fl
         return value, math.nan, math.nan, 1.0
     error = stdev(differences) / math.sqrt(count)
     if error <= ROUNDING * abs(value):
-        # rewards are coarse, and equal differences say nothing of their spread: only signs count
+        # equal differences have no spread to estimate: use the sign test
         return value, value, value, 2.0 ** (1 - count) if value else 1.0
     reach = t_quantile(LEVEL, count - 1) * error
     return value, value - reach, value + reach, t_probability(value / error, count - 1)
 
 
 def holm(differences: Sequence[PairedDifference]) -> list[PairedDifference]:
-    """Return the differences with p-values that allow for the number of comparisons.
+    """Return the differences with p-values adjusted by Holm's method.
 
-    The smallest p-value is multiplied by their number, the next by one less, and so on; none falls
-    below the one before it.
+    The smallest p-value is multiplied by the number of comparisons, the next by one less, and so
+    on; adjusted p-values never decrease.
     """
     order = sorted(range(len(differences)), key=lambda place: differences[place].p_value)
     adjusted = list(differences)
@@ -229,7 +227,7 @@ def holm(differences: Sequence[PairedDifference]) -> list[PairedDifference]:
 def common_label(labels: Sequence[str]) -> str:
     """Return the words that all labels begin with, such as "GRPO" of "GRPO, clip 0.2" and others.
 
-    Where they share none, all of them.
+    Labels without a common beginning are all listed.
     """
     split = [label.split() for label in labels]
     shared: list[str] = []
@@ -237,7 +235,7 @@ def common_label(labels: Sequence[str]) -> str:
         if len(set(words)) > 1:
             break
         shared.append(words[0])
-    # "GRPO, clip" says no more than "GRPO"
+    # "GRPO, clip" becomes "GRPO"
     found = " ".join(shared).split(",")[0].strip()
     return found or " / ".join(labels)
 
@@ -252,7 +250,7 @@ def _pairings(
 
 
 def _by_problem(results: StudyResults, arms: Sequence[ArmResult]) -> list[PairedDifference]:
-    """Compare evaluations with a single seed over their problems, which they share."""
+    """Compare evaluations with a single seed, paired by problem."""
     if len(results.seeds) > 1:
         return []
     alone = [Contender.of(arm) for arm in arms if arm.runs[0].evaluation is not None]
@@ -280,8 +278,43 @@ def _over_problems(first: Contender, second: Contender) -> PairedDifference:
 
 
 def outcomes(differences: Iterable[PairedDifference]) -> Mapping[Outcome, int]:
-    """Return how often each outcome occurs."""
+    """Count the outcomes."""
     counts = dict.fromkeys(Outcome, 0)
     for each in differences:
         counts[each.outcome] += 1
     return counts
+
+
+def t_probability(t: float, degrees: int) -> float:
+    """Return P(|T| >= |t|) for Student's t distribution, exactly and without scipy.
+
+    A finite sum for integer degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    """
+    if math.isinf(t):
+        return 0.0
+    angle = math.atan(abs(t) / math.sqrt(degrees))
+    square = math.cos(angle) ** 2
+    is_odd = degrees % 2
+    term = math.cos(angle) if is_odd else 1.0
+    total = 0.0
+    for k in range(is_odd, degrees - 1, 2):
+        total += term
+        term *= square * (k + 1) / (k + 2)
+    inside = math.sin(angle) * total
+    if is_odd:
+        inside = (angle + inside) * 2 / math.pi
+    return min(max(1.0 - inside, 0.0), 1.0)
+
+
+def t_quantile(level: float, degrees: int) -> float:
+    """Return the t with P(|T| <= t) = level."""
+    low, high = 0.0, 1.0
+    while t_probability(high, degrees) > 1.0 - level:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        if t_probability(middle, degrees) > 1.0 - level:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2

@@ -1,10 +1,29 @@
-"""Curves of a study: the mean of several, and how far they spread around it."""
+"""Curves of a study: their means and spreads, and the CSV files with them.
 
-from collections.abc import Mapping, Sequence
+A column of the paper's plots is the name of an arm or a family, and a statistic: "p3o",
+"grpo:mean", "grpo:std". An arm's mean and deviation are over its seeds; a family's are over its
+members, each of which is the mean of its seeds. Each regime has its own file with the columns of
+its arms.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 
 from trustbatch.evaluation.results import Score
-from trustbatch.studies.results import StudyRun
+from trustbatch.studies.results import (
+    CAP,
+    ENTROPY,
+    ONE_MINUS_ESS,
+    REWARD,
+    ArmResult,
+    StudyResults,
+    StudyRun,
+)
+from trustbatch.utils.files import write_atomically
 
 Points = Mapping[float, float]
 """a curve: values by step, or by k"""
@@ -16,22 +35,22 @@ def metric_points(run: StudyRun, key: str) -> Points:
 
 
 def pass_at_k_scores(run: StudyRun, task: str) -> Sequence[Score]:
-    """Return pass@k of a benchmark, or of their average; none where it was not evaluated."""
+    """Return pass@k of a benchmark or of their average; empty if it was not evaluated."""
     return next((each.pass_at_k for each in run.scores if each.name == task), ())
 
 
 def mean_curve(curves: Sequence[Points]) -> Points:
-    """Return the mean of those curves that have a point, at every point that any has."""
+    """Return the mean at every x of any curve, over the curves that have a value there."""
     return {x: fmean(values) for x, values in _by_place(curves).items()}
 
 
 def deviation_curve(curves: Sequence[Points]) -> Points:
-    """Return the standard deviation (of a sample) wherever two curves have a point."""
+    """Return the sample standard deviation at every x of at least two curves."""
     return {x: stdev(values) for x, values in _by_place(curves).items() if len(values) > 1}
 
 
 def range_curves(curves: Sequence[Points]) -> tuple[Points, Points]:
-    """Return the lowest and the highest of the curves, wherever two of them have a point."""
+    """Return the lowest and the highest value at every x of at least two curves."""
     places = {x: values for x, values in _by_place(curves).items() if len(values) > 1}
     lowest = {x: min(values) for x, values in places.items()}
     return lowest, {x: max(values) for x, values in places.items()}
@@ -48,3 +67,98 @@ def around(mean: Points, deviation: Points) -> tuple[Points, Points]:
 def _by_place(curves: Sequence[Points]) -> dict[float, list[float]]:
     places = sorted(set().union(*curves))
     return {x: [curve[x] for curve in curves if x in curve] for x in places}
+
+
+CURVES = "curves"
+ALL_RUNS = "all_runs.csv"
+LONG_COLUMNS = {
+    "reward": REWARD,
+    "one_minus_ess": ONE_MINUS_ESS,
+    "cap": CAP,
+    "entropy": ENTROPY,
+}
+"""columns of the file with every run, and their metrics"""
+
+
+def write_curves(results: StudyResults) -> list[Path]:
+    """Write all CSV files of a study, and return their paths."""
+    folder = results.folder / CURVES
+    folder.mkdir(exist_ok=True)
+    files = {ALL_RUNS: all_runs_csv(results)}
+    for regime in results.regimes:
+        arms = results.in_regime(regime)
+        stem = file_stem(f"{results.name}-{regime}" if regime else results.name)
+        for x_name, points, suffix in (
+            ("step", reward_points, ""),
+            ("k", pass_at_k_points, "-pass-at-k"),
+        ):
+            if table := paper_csv(arms, results.paper_columns, x_name, points):
+                files[f"{stem}{suffix}.csv"] = table
+    for name, content in files.items():
+        write_atomically(folder / name, content)
+    return [folder / name for name in files]
+
+
+def file_stem(name: str) -> str:
+    """Return a name that is valid on any file system."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "regime"
+
+
+def reward_points(run: StudyRun) -> Points:
+    """Return the reward of every step."""
+    return metric_points(run, REWARD)
+
+
+def pass_at_k_points(run: StudyRun) -> Points:
+    """Return pass@k, on average over the benchmarks."""
+    last = run.scores[-1].name if run.scores else ""
+    return {float(score.k): score.value for score in pass_at_k_scores(run, last)}
+
+
+def all_runs_csv(results: StudyResults) -> str:
+    """Return a CSV file with a line per step of every run."""
+    rows: list[Sequence[object]] = []
+    for run in results.runs:
+        columns = [metric_points(run, key) for key in LONG_COLUMNS.values()]
+        for step in sorted(set().union(*columns)):
+            values = [column.get(step, "") for column in columns]
+            rows.append([run.arm.name, run.arm.regime, run.seed, f"{step:g}", *values])
+    return _csv(["arm", "regime", "seed", "step", *LONG_COLUMNS], rows)
+
+
+def paper_csv(
+    arms: Sequence[ArmResult],
+    columns: Mapping[str, str],
+    x_name: str,
+    points: Callable[[StudyRun], Points],
+) -> str:
+    """Return a CSV file with the paper's columns of one regime; empty if none has data."""
+    found = {
+        column: values
+        for column, source in columns.items()
+        if (values := _column(arms, source, points))
+    }
+    if not found:
+        return ""
+    places = sorted(set().union(*found.values()))
+    rows = [[f"{x:g}", *(column.get(x, "") for column in found.values())] for x in places]
+    return _csv([x_name, *found], rows)
+
+
+def _column(arms: Sequence[ArmResult], source: str, points: Callable[[StudyRun], Points]) -> Points:
+    name, _, statistic = source.partition(":")
+    own = [arm for arm in arms if arm.plain_name == name]
+    if own:
+        curves = [points(run) for run in own[0].runs]
+    else:
+        members = [arm for arm in arms if arm.arm.family == name]
+        curves = [mean_curve([points(run) for run in arm.runs]) for arm in members]
+    return deviation_curve(curves) if statistic == "std" else mean_curve(curves)
+
+
+def _csv(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    written = io.StringIO()
+    writer = csv.writer(written, lineterminator="\n")
+    writer.writerow(headings)
+    writer.writerows(rows)
+    return written.getvalue()

@@ -1,4 +1,4 @@
-"""What a study would run: its arms, what they change, and the memory of the first."""
+"""What a study would run: its arms, their changes, and the memory of the first."""
 
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,14 @@ from trustbatch.config import parse_config
 from trustbatch.plan import describe_plan
 from trustbatch.plan.hardware import find_hardware
 from trustbatch.plan.memory import GIB
-from trustbatch.studies.definitions.benchmarks import NAME as BENCHMARKS
-from trustbatch.studies.resolve import run_tree
-from trustbatch.studies.scales.scale import Scale, Suite
-from trustbatch.studies.study import Study
+from trustbatch.studies.benchmarks import NAME as BENCHMARKS
+from trustbatch.studies.jobs import run_tree
+from trustbatch.studies.study import Scale, Study, Suite
 from trustbatch.studies.tiny_models import tiny_models_in
 
 
 def show_plan(console: Console, study: Study, scale: Scale, *, out: Path, models: Path) -> None:
-    """Check every configuration and print what differs; loads no weights and needs no GPU."""
+    """Check every configuration and print the arms; loads no weights and needs no GPU."""
     table = Table(title=f"{study.title}, {study.scale} scale: {study.question}")
     for heading in ("arm", "regime", "changes"):
         table.add_column(heading, overflow="fold")
@@ -26,7 +25,7 @@ def show_plan(console: Console, study: Study, scale: Scale, *, out: Path, models
     trees = [run_tree(study, arm, seed, out=out, models=models) for arm in study.arms]
     for arm, tree in zip(study.arms, trees, strict=True):
         parse_config(tree)
-        changes = ", ".join(f"{key} = {_shown(value)}" for key, value in arm.changes.items())
+        changes = ", ".join(f"{key} = {_toml_value(value)}" for key, value in arm.changes.items())
         table.add_row(arm.name, arm.regime, changes)
     console.print(table)
     seeds = ", ".join(map(str, study.seeds))
@@ -36,7 +35,9 @@ def show_plan(console: Console, study: Study, scale: Scale, *, out: Path, models
     console.print(f"{len(study.arms)} arms x seeds {seeds} = {num_runs} {what} in {out}")
     if not is_trained:
         longest = max(parse_config(tree).rollout.max_tokens for tree in trees)
-        console.print(_suite(scale.suite, max(longest, scale.suite.max_tokens)), markup=False)
+        console.print(
+            _describe_suite(scale.suite, max(longest, scale.suite.max_tokens)), markup=False
+        )
         return
     config = parse_config(trees[0])
     console.print(f"\nThe first arm, {study.arms[0].name}:\n", markup=False)
@@ -44,14 +45,14 @@ def show_plan(console: Console, study: Study, scale: Scale, *, out: Path, models
     missing = [path for path in tiny_models_in(trees[0]) if not path.is_dir()]
     if missing:
         names = ", ".join(map(str, missing))
-        console.print(f"model       {names}: tiny, made at the start", markup=False)
+        console.print(f"model       {names}: a tiny model, made at the start", markup=False)
         return
     memory = None if scale.gpu_memory_gib is None else scale.gpu_memory_gib * GIB
     hardware = find_hardware(config, gpu_memory=memory)
     console.print(describe_plan(config, hardware=hardware), markup=False)
 
 
-def _suite(suite: Suite, max_tokens: int) -> str:
+def _describe_suite(suite: Suite, max_tokens: int) -> str:
     names = ", ".join(task.get("label", task["name"]) for task in suite.tasks)
     return (
         f"\nsuite       {names}\n"
@@ -60,5 +61,5 @@ def _suite(suite: Suite, max_tokens: int) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,10 +1,11 @@
-"""The folder of a study: study.json, one run folder for each arm and seed, and who may write.
+"""The folder of a study: study.json, a run folder per arm and seed, and a lock.
 
-study.json                        what is compared, and how far it is
+study.json                        what is compared, and whether it has finished
 runs/ARM--seed-N/                 an ordinary run folder
 runs/ARM--seed-N/evaluation.json  reward on held-out prompts
-runs/ARM--seed-N/failure.json     why it failed, where it did
-logs/worker-N.log                 what the processes that train have said
+runs/ARM--seed-N/failure.json     why the run failed, if it did
+evaluations/ARM--seed-N/          an evaluation, in the study `benchmarks`
+logs/worker-N.log                 output of the worker processes
 """
 
 import json
@@ -19,21 +20,28 @@ from trustbatch.studies.study import Arm, Study
 from trustbatch.utils.files import lock_folder, write_atomically
 
 STUDY_FILE = "study.json"
+RUNS = "runs"
+EVALUATIONS = "evaluations"
 FAILURE_FILE = "failure.json"
 EVALUATION_FILE = "evaluation.json"
 SECONDS_FOR_ORPHANS = 10.0
-"""workers of a killed study end by themselves, and hold its lock until then"""
+"""in which workers of a killed study end; they hold its lock until then"""
+
+
+def run_name(arm: str, seed: int) -> str:
+    """Return the name of the folder of an arm with a seed."""
+    return f"{arm}--seed-{seed}"
 
 
 class StudyFolder:
-    """Where a study's results go; one process at a time runs it."""
+    """The folder of a study's results, which one process at a time may write to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: TextIO | None = None
 
     def lock(self) -> int:
-        """Keep other processes out, and return the file descriptor that does."""
+        """Lock the folder, and return the file descriptor that holds the lock."""
         self.path.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + SECONDS_FOR_ORPHANS
         while self._lock is None:
@@ -51,13 +59,13 @@ class StudyFolder:
         return self._lock.fileno()
 
     def unlock(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def write(self, study: Study, *, about: Mapping[str, Any], state: str) -> None:
-        """Write study.json: the arms and seeds of this start, and those of earlier ones."""
+        """Write study.json with the arms and seeds of this start and of earlier ones."""
         before = self.read()
         arms = {arm.name: arm for arm in study.arms}
         seeds = set(study.seeds)
@@ -88,7 +96,7 @@ class StudyFolder:
         )
 
     def read(self) -> dict[str, Any] | None:
-        """Return what study.json holds, where there is one."""
+        """Return the content of study.json; None if it does not exist."""
         file = self.path / STUDY_FILE
         if not file.is_file():
             return None
@@ -96,11 +104,11 @@ class StudyFolder:
             return json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(
-                f"{file} is not JSON ({error}): delete it, and it is written again."
+                f"{file} is not valid JSON ({error}): delete it, and it will be written again."
             ) from error
 
     def _owner_lives(self) -> bool:
-        """Whether the process that took the lock last is still there."""
+        """Whether the process that took the lock last is still running."""
         try:
             owner = int((self.path / ".owner").read_text())
             os.kill(owner, 0)
@@ -109,11 +117,11 @@ class StudyFolder:
         return True
 
     def _refuse_other(self, study: Study, before: Mapping[str, Any]) -> None:
-        """One folder holds one study: what its runs share must not change between two starts."""
+        """Refuse another study: what all runs share must not change between two starts."""
         arms = {tree["name"]: tree["changes"] for tree in before["arms"]}
         compared = [
             ("name", study.name, before["name"]),
-            # that of benchmarks says whose checkpoints they evaluate
+            # the title of `benchmarks` names the study whose checkpoints are evaluated
             ("title", study.title, before["title"]),
             ("configuration", dict(study.base), before["base"]),
             *(
@@ -141,7 +149,7 @@ def _tree_of(arm: Arm) -> dict[str, Any]:
 
 
 def arm_of(tree: Mapping[str, Any]) -> Arm:
-    """Read an arm off study.json."""
+    """Read an arm of study.json."""
     return Arm(
         name=tree["name"],
         label=tree["label"],
@@ -152,7 +160,7 @@ def arm_of(tree: Mapping[str, Any]) -> Arm:
 
 
 def write_failure(folder: Path, error: str, traceback: str) -> None:
-    """Say in a run's folder why there is no result."""
+    """Record in a run's folder why it has no result."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {"error": error, "traceback": traceback}
     write_atomically(folder / FAILURE_FILE, json.dumps(record, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The processes that do a study's jobs, as the one that hands them out sees them."""
+"""The worker processes that execute a study's jobs, as the runner sees them."""
 
 import contextlib
 import json
@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from trustbatch.studies.job import Job, Outcome
+from trustbatch.studies.jobs import Job, Outcome
+from trustbatch.utils.processes import kill_group
 
 KILL_SECONDS = 10.0
 
 
 class WorkerProcess:
-    """One worker, and the job that it has."""
+    """One worker, and its current job."""
 
     def __init__(self, number: int, *, logs: Path, lock: int, threads: int | None) -> None:
         self.number = number
@@ -30,9 +31,9 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
-            # it holds the study's lock too: who starts the study again waits for its end
+            # it inherits the study's lock, so that a restarted study waits for its end
             pass_fds=(lock,),
-            # a Ctrl-C is for the runner, which asks its workers to stop
+            # Ctrl-C reaches the runner alone, which asks its workers to stop
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -40,44 +41,42 @@ class WorkerProcess:
         self._jobs: IO[bytes] = self._process.stdin
         self.answers: IO[bytes] = self._process.stdout
 
-    def give(self, job: Job, *, until: float | None) -> None:
-        """Hand out a job; one that has died is seen by its silence."""
+    def send(self, job: Job, *, until: float | None) -> None:
+        """Send a job; if the process has died, `receive` tells."""
         self.job = job
         line = json.dumps({"job": job.to_dict(), "until": until}) + "\n"
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._jobs.write(line.encode())
             self._jobs.flush()
-        except BrokenPipeError:
-            pass
 
-    def hear(self) -> Outcome | None:
-        """Return how its job ended; None if the process has died over it."""
+    def receive(self) -> Outcome | None:
+        """Return the outcome of its job; None if the process has died."""
         line = self.answers.readline()
         return json.loads(line)["outcome"] if line else None
 
     def ask_to_stop(self) -> None:
-        """Have it stop at the next step."""
+        """Ask it to stop at the next step."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
 
-    def death(self) -> str:
-        """Say how the process ended."""
+    def exit_status(self) -> str:
+        """Wait for the process to end, and describe how it ended."""
         self._process.wait()
         code = self._process.returncode
         if code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"ended with status {code}"
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
 
-    def exit_reason(self) -> str:
-        """Return the end of its log."""
+    def log_tail(self) -> str:
+        """Return the last lines of its log."""
         if not self.log.is_file():
             return ""
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
 
     def end(self) -> None:
-        """Let it finish if it is idle, and kill it with all that it has started if it is not."""
+        """Let the process end if it is idle; kill it with its child processes if it is busy."""
         if self.job is None:
-            # it may have died before it read the last job, which closing would send again
+            # closing flushes a job that a dead process has not read
             with contextlib.suppress(BrokenPipeError):
                 self._jobs.close()
             try:
@@ -89,13 +88,12 @@ class WorkerProcess:
         self.answers.close()
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
 
 
 class JobPool:
-    """Some workers; one that dies is replaced when there is more to do."""
+    """Up to `size` workers, started when there is work for them."""
 
     def __init__(self, size: int, *, logs: Path, lock: int, threads: int | None) -> None:
         self.size = size
@@ -105,11 +103,11 @@ class JobPool:
 
     @property
     def busy(self) -> list[WorkerProcess]:
-        """Those with a job."""
+        """Workers with a job."""
         return [worker for worker in self.workers if worker.job is not None]
 
     def idle(self) -> WorkerProcess | None:
-        """Return one without a job, a new one if there may be more."""
+        """Return a worker without a job, started if need be; None if all are busy."""
         for worker in self.workers:
             if worker.job is None:
                 return worker
@@ -122,18 +120,18 @@ class JobPool:
         self.workers.append(worker)
         return worker
 
-    def heard(self, seconds: float) -> list[WorkerProcess]:
-        """Wait for answers and deaths, and return who has something to say."""
+    def wait(self, seconds: float) -> list[WorkerProcess]:
+        """Wait for answers and deaths, and return the workers to `receive` from."""
         return [key.data for key, _ in self._selector.select(seconds)]
 
-    def dismiss(self, worker: WorkerProcess) -> None:
-        """End one."""
+    def remove(self, worker: WorkerProcess) -> None:
+        """End one worker."""
         self._selector.unregister(worker.answers)
         self.workers.remove(worker)
         worker.end()
 
     def close(self) -> None:
-        """End all."""
+        """End all workers."""
         for worker in list(self.workers):
-            self.dismiss(worker)
+            self.remove(worker)
         self._selector.close()

@@ -1,6 +1,6 @@
-"""The page of a study: one HTML file that holds everything and asks the network for nothing.
+"""The page of a study: one self-contained HTML file.
 
-Text that came from a run or a study's definition passes through `text` before it reaches the page.
+Text from a run or from a study's definition is escaped by `text` before it enters the page.
 """
 
 import json
@@ -21,9 +21,15 @@ from trustbatch.observe.page_parts import (
 )
 from trustbatch.observe.report import sample_table
 from trustbatch.observe.report_data import SampleFile
+from trustbatch.studies.charts import (
+    BAND_READING,
+    Colors,
+    pass_at_k_figures,
+    reward_figures,
+    trust_figures,
+)
 from trustbatch.studies.comparisons import Contender, contenders, table_rows
-from trustbatch.studies.curves_csv import write_curves
-from trustbatch.studies.hyper_parameters import hyper_parameters
+from trustbatch.studies.curves import write_curves
 from trustbatch.studies.results import (
     BEST_REWARD,
     FINAL_REWARD,
@@ -33,15 +39,14 @@ from trustbatch.studies.results import (
     StudyRun,
     read_study,
 )
-from trustbatch.studies.study_charts import (
-    BAND_READING,
-    Colors,
-    pass_at_k_figures,
-    reward_figures,
-    trust_figures,
+from trustbatch.studies.tables import (
+    SUMMARY_FILE,
+    Column,
+    arm_columns,
+    difference_columns,
+    hyper_parameters,
+    study_summary,
 )
-from trustbatch.studies.summary import SUMMARY_FILE, study_summary
-from trustbatch.studies.tables import Column, arm_columns, difference_columns
 from trustbatch.studies.verdict import StudyVerdict, judge, plain
 from trustbatch.utils.files import write_atomically
 
@@ -49,14 +54,14 @@ PAGE_FILE = "index.html"
 SAMPLES_SHOWN = 2
 _HINT = (
     "Final reward is the mean over the last tenth of the steps (at least five), best reward the "
-    "highest mean over as many; \N{PLUS-MINUS SIGN} is the standard deviation over seeds, of a "
-    "mean of several arms over these. A reward has collapsed where that mean stays below half of "
+    "highest mean over as many; \N{PLUS-MINUS SIGN} is the standard deviation over seeds, or over "
+    "arms for a mean of several arms. A reward has collapsed where that mean stays below half of "
     "its best until the end."
 )
 
 
 def write_study_page(folder: Path) -> Path:
-    """Read a study's folder, write page and summary into it, and return the page's path."""
+    """Write the page and the summary of a study into its folder, and return the page's path."""
     results = read_study(Path(folder))
     verdict = judge(results)
     write_atomically(results.folder / SUMMARY_FILE, study_summary(results, verdict))
@@ -68,12 +73,12 @@ def write_study_page(folder: Path) -> Path:
 
 
 def write_csv(folder: Path) -> list[Path]:
-    """Read a study's folder, write its curves into it, and return the paths of the files."""
+    """Write the curves of a study into its folder as CSV, and return the files' paths."""
     return write_curves(read_study(Path(folder)))
 
 
 def render_study(results: StudyResults, verdict: StudyVerdict) -> str:
-    """Return the page of results that were already read."""
+    """Return the page of a study's results as HTML."""
     colors = Colors.of(results)
     kind = "charts" if len(results.regimes) > 4 else "charts wide"
     sections = {
@@ -148,10 +153,10 @@ def _results_section(results: StudyResults, colors: Colors) -> str:
 
 
 def _heat_map(results: StudyResults) -> str:
-    """Return regimes by arms: the mean by which arms are compared, colored from low to high."""
+    """Return a table of regimes by arms with the compared measure, colored from low to high."""
     by_regime = {regime: contenders(results.in_regime(regime)) for regime in results.regimes}
-    names = dict.fromkeys(_place(each) for rivals in by_regime.values() for each in rivals)
-    shown = {_place(each): each.label for rivals in by_regime.values() for each in rivals}
+    names = dict.fromkeys(_column_name(each) for rivals in by_regime.values() for each in rivals)
+    shown = {_column_name(each): each.label for rivals in by_regime.values() for each in rivals}
     means = [
         mean
         for rivals in by_regime.values()
@@ -162,11 +167,11 @@ def _heat_map(results: StudyResults) -> str:
     heads = "".join(f'<th scope="col">{text(shown[name])}</th>' for name in names)
     rows = ""
     for regime, rivals in by_regime.items():
-        found = {_place(each): each for each in rivals}
+        found = {_column_name(each): each for each in rivals}
         cells = "".join(_heat_cell(results, found.get(name), low, high) for name in names)
         label = text(results.regimes[regime])
         rows += f'<tr><th scope="row">{label}</th>{cells}</tr>'
-    anywhere = {_place(each): each for rivals in by_regime.values() for each in rivals}
+    anywhere = {_column_name(each): each for rivals in by_regime.values() for each in rivals}
     counts = "".join(
         f'<td class="plain">{_hyper_parameters(results, each)}</td>' for each in anywhere.values()
     )
@@ -178,8 +183,8 @@ def _heat_map(results: StudyResults) -> str:
     )
 
 
-def _place(contender: Contender) -> str:
-    """Return what a contender is called in every regime."""
+def _column_name(contender: Contender) -> str:
+    """Return the name of a contender without its regime."""
     first = contender.members[0]
     return first.arm.family if len(contender.members) > 1 else first.plain_name
 
@@ -256,7 +261,7 @@ def _failure(run: StudyRun) -> str:
 
 
 def _completions_section(results: StudyResults, colors: Colors) -> str:
-    """Show what each arm wrote at its end: numbers alone don't tell why a reward fell."""
+    """Show completions of each arm's end: numbers alone don't explain why a reward fell."""
     blocks = []
     for arm in results.arms:
         run = next((run for run in arm.runs if run.run and run.run.samples), None)
@@ -267,7 +272,7 @@ def _completions_section(results: StudyResults, colors: Colors) -> str:
         blocks.append(_of_arm(arm, colors, f", seed {run.seed}", table))
     if not blocks:
         return ""
-    hint = '<p class="hint">Completions of the last step that was written down.</p>'
+    hint = '<p class="hint">Completions of the last recorded step.</p>'
     return hint + "\n".join(blocks)
 
 
@@ -277,7 +282,7 @@ def _settings_section(results: StudyResults, colors: Colors) -> str:
 
 
 def _origin(results: StudyResults, arm: ArmResult) -> str:
-    """Return what an arm changes, and for each seed where and by which code it was run."""
+    """Return an arm's changes, and the commit, hardware and folder of each seed."""
     changes = "".join(
         f'<tr><th scope="row"><code>{text(key)}</code></th>'
         f"<td>{text(_shown(_setting(results.base, key)))}</td><td>{text(_shown(value))}</td></tr>"
@@ -288,7 +293,7 @@ def _origin(results: StudyResults, arm: ArmResult) -> str:
         '<th scope="col">Of all arms</th><th scope="col">Of this one</th></tr></thead>'
         f"<tbody>{changes}</tbody></table></div>"
         if changes
-        else "<p>It changes nothing in the configuration that all arms share.</p>"
+        else "<p>No changes to the configuration that all arms share.</p>"
     )
     columns = [
         Column("Seed", [str(run.seed) for run in arm.runs]),
@@ -311,7 +316,7 @@ def _origin(results: StudyResults, arm: ArmResult) -> str:
 
 
 def hardware(environment: Mapping[str, Any]) -> str:
-    """Return the machine of a run in a few words."""
+    """Describe the machine of a run."""
     if not environment:
         return DASH
     gpus = environment.get("gpus") or []
@@ -358,7 +363,7 @@ def _table(
     words: Sequence[str] = (),
     kind: str = "",
 ) -> str:
-    """Return a table; `names` are row headings in HTML, columns in `words` are no numbers."""
+    """Return a table; `names` are row headings in HTML, columns in `words` are text."""
     heads = '<th scope="col">Arm</th>' if names else ""
     heads += "".join(
         f'<th scope="col"{numeric(_is_number(column, words))}>{text(column.heading)}</th>'

@@ -1,12 +1,11 @@
-"""What a study has found so far, read from its folder: every arm with every seed, or why not.
+"""The results of a study so far, read from its folder: every arm with every seed.
 
-The numbers of a run use a window of steps, a tenth of those planned and at least five:
+The numbers of a run are means over a window of steps, a tenth of those planned and at least five:
 
-- final reward: the mean over the last window; only a run with all of its steps has one.
-- best reward: the highest mean over any window; likewise.
-- step of collapse: the end of the first window from which on, to the end of the run, the mean is
-  below half of the best. None where the last window is not below it, or where the best was under
-  0.05 and there was nothing to lose.
+- final reward: the mean over the last window, once the run has all of its steps.
+- best reward: the highest mean over any window, once the run has all of its steps.
+- collapse step: the end of the first window from which on, to the end of the run, the mean is below
+  half of the best. None if the last window is not below it, or if the best was below 0.05.
 """
 
 import json
@@ -22,15 +21,16 @@ from typing import Any
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.results import RESULTS_FILE, EvaluationResults, TaskScores, read_results
 from trustbatch.observe.report_data import Run, number, read_run
-from trustbatch.studies.definitions.benchmarks import EVALUATIONS
 from trustbatch.studies.folder import (
     EVALUATION_FILE,
+    EVALUATIONS,
     FAILURE_FILE,
+    RUNS,
     STUDY_FILE,
     StudyFolder,
     arm_of,
+    run_name,
 )
-from trustbatch.studies.resolve import RUNS, run_name
 from trustbatch.studies.study import Arm
 
 REWARD = "reward/mean"
@@ -39,12 +39,12 @@ CAP = "weight/cap"
 ENTROPY = "entropy"
 SHORTEST_WINDOW = 5
 SMALLEST_BEST = 0.05
-"""a best reward below it can't collapse"""
+"""a run with a lower best reward does not count as collapsed"""
 _COMMA = ", "
 
 
 class RunState(StrEnum):
-    """How far a run has come."""
+    """The progress of a run."""
 
     FINISHED = "finished"
     UNFINISHED = "unfinished"
@@ -54,7 +54,7 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """The mean reward on prompts that were not trained on, sampled at temperature 1."""
+    """The mean reward on held-out prompts at temperature 1."""
 
     mean: float
     low: float
@@ -71,7 +71,7 @@ class StudyRun:
     seed: int
     state: RunState
     run: Run | None = None
-    """nothing where it has no metrics yet"""
+    """None if it has no metrics yet"""
     error: str = ""
     traceback: str = ""
     held_out: HeldOut | None = None
@@ -81,7 +81,7 @@ class StudyRun:
 
     @property
     def folder(self) -> str:
-        """Where it is, within the study's folder."""
+        """Its path within the study's folder."""
         parent = EVALUATIONS if self.run is None and self.evaluation else RUNS
         return f"{parent}/{run_name(self.arm.name, self.seed)}"
 
@@ -92,28 +92,28 @@ class StudyRun:
 
     @property
     def steps_planned(self) -> int | None:
-        """Number of steps that its configuration asks for, where it is known."""
+        """Number of configured steps, if known."""
         return self.run.steps_planned if self.run else None
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Versions, commit and hardware, as far as they were recorded."""
+        """Versions, commit and hardware, as recorded."""
         if self.run:
             return self.run.environment
         return self.evaluation.environment if self.evaluation else {}
 
     @property
     def has_all_steps(self) -> bool:
-        """Whether it was trained to its end."""
+        """Whether all configured steps are done."""
         return self.steps_planned is not None and self.steps_done >= self.steps_planned
 
     @property
     def window(self) -> int:
-        """Number of steps that are averaged."""
+        """Number of steps in a window."""
         return max(SHORTEST_WINDOW, (self.steps_planned or self.steps_done) // 10)
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
-        """Return the steps and values of a metric, without those that are not finite."""
+        """Return the steps and finite values of a metric."""
         steps, values = self.run.series(key) if self.run else ([], [])
         kept = [(s, v) for s, v in zip(steps, values, strict=True) if math.isfinite(v)]
         return [step for step, _ in kept], [value for _, value in kept]
@@ -127,18 +127,18 @@ class StudyRun:
 
     @cached_property
     def final_reward(self) -> float | None:
-        """See above."""
+        """The mean reward over the last window."""
         means = self.windows(REWARD)[1]
         return means[-1] if means and self.has_all_steps else None
 
     @cached_property
     def best_reward(self) -> float | None:
-        """See above."""
+        """The highest mean reward over any window."""
         return max(self.windows(REWARD)[1], default=None) if self.has_all_steps else None
 
     @cached_property
     def collapse_step(self) -> int | None:
-        """See above."""
+        """The step from which on the reward stays below half of its best."""
         steps, means = self.windows(REWARD)
         if not means or (best := max(means)) < SMALLEST_BEST or means[-1] >= best / 2:
             return None
@@ -163,18 +163,18 @@ class StudyRun:
 
     @cached_property
     def scores(self) -> list[TaskScores]:
-        """On each benchmark, and last on average where there are several."""
+        """Scores on each benchmark, and last their average if there are several."""
         return self.evaluation.scores if self.evaluation else []
 
     def benchmark_mean(self, place: int) -> float | None:
-        """Return pass@k on average over the benchmarks: of the first k, or with -1 of the last."""
+        """Return the mean pass@k over benchmarks: `place` 0 is the smallest k, -1 the largest."""
         curve = self.scores[-1].pass_at_k if self.scores else ()
         return curve[place].value if curve else None
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A number by which runs are compared."""
+    """A number in which runs are compared."""
 
     name: str
     of: Callable[[StudyRun], float | None]
@@ -191,7 +191,7 @@ FINAL_DISTRUST = Measure("final 1-ESS", lambda run: run.final_distrust)
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A mean and the standard deviation (of a sample) around it; no deviation of a single value."""
+    """A mean and its sample standard deviation, which a single value does not have."""
 
     mean: float
     deviation: float | None
@@ -199,7 +199,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread | None":
-        """Return nothing where there are no values."""
+        """Return mean and deviation; None without values."""
         if not values:
             return None
         deviation = stdev(values) if len(values) > 1 else None
@@ -212,7 +212,7 @@ class ArmResult:
 
     arm: Arm
     label: str
-    """what a person reads, without the regime"""
+    """the arm's label without its regime"""
     regime: str
     regime_label: str
     runs: tuple[StudyRun, ...]
@@ -223,16 +223,16 @@ class ArmResult:
         return plain_name(self.arm)
 
     def by_seed(self, measure: Measure) -> dict[int, float]:
-        """Return the measure of every seed that has it."""
+        """Return the measure by seed."""
         found = {run.seed: measure.of(run) for run in self.runs}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def spread(self, measure: Measure) -> Spread | None:
-        """Return mean and deviation over seeds."""
+        """Return mean and deviation over seeds; None without any."""
         return Spread.of(list(self.by_seed(measure).values()))
 
     def in_state(self, state: RunState) -> list[StudyRun]:
-        """Return the runs that are in a state."""
+        """Return the runs in a state."""
         return [run for run in self.runs if run.state is state]
 
     @property
@@ -243,7 +243,7 @@ class ArmResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyResults:
-    """A whole study, as far as it has come."""
+    """The results of all arms so far."""
 
     folder: Path
     name: str
@@ -259,7 +259,7 @@ class StudyResults:
 
     @property
     def regimes(self) -> dict[str, str]:
-        """What a person reads of each regime, in the order in which the study names them."""
+        """Labels of the regimes by name, in the order of the study."""
         named = {result.regime: result.regime_label for result in self.arms if result.regime}
         return named or {"": ""}
 
@@ -271,7 +271,7 @@ class StudyResults:
     def in_regime(self, regime: str) -> list[ArmResult]:
         """Return the arms that are compared with each other.
 
-        One without a regime, such as the model that all started from, belongs to every regime.
+        An arm without a regime, such as the base model, belongs to every regime.
         """
         label = self.regimes[regime]
         return [
@@ -281,20 +281,20 @@ class StudyResults:
         ]
 
     def subject_in(self, regime: str) -> ArmResult | None:
-        """Return the arm that the verdict of a regime is about, where the regime has it."""
+        """Return the arm that the verdict of a regime is about; None if the regime lacks it."""
         arms = self.in_regime(regime)
         return next((each for each in arms if each.plain_name == self.subject), None)
 
     @cached_property
     def measure(self) -> Measure:
-        """By what the arms are compared: the most honest number that was measured."""
+        """The measure in which arms are compared: benchmarks, else held-out, else final reward."""
         if any(run.evaluation for run in self.runs):
             return BENCHMARKS
         return HELD_OUT if any(run.held_out for run in self.runs) else FINAL_REWARD
 
 
 def plain_name(arm: Arm) -> str:
-    """Return an arm's name without its regime, which may stand before or behind it."""
+    """Return an arm's name without its regime, which may be a prefix or a suffix."""
     name, regime = arm.name, arm.regime
     if not regime:
         return name
@@ -306,10 +306,9 @@ def plain_name(arm: Arm) -> str:
 
 
 def regime_labels(arms: Sequence[Arm]) -> dict[str, str]:
-    """Return what a person reads of each regime: what all labels of its arms end with.
+    """Return a label for each regime: the common end of its arms' labels, or else its name.
 
-    "P3O, T = 0.6" and "GRPO, clip 0.4, T = 0.6" end with "T = 0.6". Where they share nothing, the
-    regime's name.
+    For example, "P3O, T = 0.6" and "GRPO, clip 0.4, T = 0.6" both end with "T = 0.6".
     """
     labels: dict[str, list[str]] = {}
     for arm in arms:
@@ -329,7 +328,7 @@ def _shared_end(labels: Sequence[str]) -> str:
 
 
 def read_study(folder: Path) -> StudyResults:
-    """Read a study's folder; of its runs only what is there."""
+    """Read a study's folder; runs may be missing or unfinished."""
     tree = StudyFolder(folder).read()
     if tree is None:
         raise ConfigError(f"{folder} has no {STUDY_FILE}: name the folder of a study.")
@@ -362,8 +361,7 @@ def read_study(folder: Path) -> StudyResults:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{folder / STUDY_FILE} can't be read ({error!r}): start the study again, which writes "
-            "it anew."
+            f"{folder / STUDY_FILE} can't be read ({error!r}): start the study again to rewrite it."
         ) from error
 
 

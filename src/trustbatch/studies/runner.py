@@ -1,5 +1,6 @@
-"""Runs the jobs of a study in worker processes, from wherever the last start left off."""
+"""Runs the jobs of a study in worker processes, and continues where the last start stopped."""
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,35 +8,34 @@ from pathlib import Path
 
 from trustbatch.observe.status import FILE_NAME as STATUS_FILE
 from trustbatch.studies.folder import write_failure
-from trustbatch.studies.job import Job
 from trustbatch.studies.job_pool import JobPool, WorkerProcess
-from trustbatch.studies.running_step import share_done
+from trustbatch.studies.jobs import Job
 from trustbatch.utils.terminal import LiveLine
 
 LOOK_SECONDS = 0.5
 SECONDS_BETWEEN_LINES = 15.0
-"""where no one watches"""
+"""if the output is not a terminal"""
 STOP_SECONDS = 120.0
-"""in which a worker that was asked to stop reaches its next step and writes a checkpoint"""
+"""for a worker that was asked to stop to reach its next step and write a checkpoint"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How many at a time, and until when."""
+    """How many jobs run at a time, and for how long."""
 
     parallel: int = 1
     seconds: float | None = None
-    """time for all of it; what is left then is for the next start"""
+    """time for all jobs; the rest is left to the next start"""
     least_seconds: float = 0.0
-    """time left below which nothing is started"""
+    """no job is started with less time left"""
     end_seconds: float = STOP_SECONDS
-    """in which what was asked to stop when the time was over must have ended"""
+    """after the time is over, for running jobs to stop"""
     threads: int | None = None
 
 
 @dataclass
 class Tally:
-    """What became of the jobs."""
+    """The outcomes of all jobs."""
 
     total: int
     done: int
@@ -52,7 +52,7 @@ class Tally:
 def run_jobs(
     jobs: Sequence[Job], *, pace: Pace, logs: Path, lock: int, retry_failed: bool = False
 ) -> Tally:
-    """Do what has no outcome yet; Ctrl-C stops at the next step, a second one at once."""
+    """Run the jobs that have no outcome yet; Ctrl-C stops at the next step, twice immediately."""
     return _Runner(jobs, pace=pace, logs=logs, lock=lock, retry_failed=retry_failed).run()
 
 
@@ -72,11 +72,11 @@ class _Runner:
             done=sum(job.is_compared for job in finished),
             failed=[job.name for job in failed],
         )
-        self._begin = time.monotonic()
+        self._start = time.monotonic()
         self._until = None if pace.seconds is None else time.time() + pace.seconds
-        self._crew = JobPool(pace.parallel, logs=logs, lock=lock, threads=pace.threads)
+        self._pool = JobPool(pace.parallel, logs=logs, lock=lock, threads=pace.threads)
         self._line, self._shown = LiveLine(), 0.0
-        self._num_ended_now = 0
+        self._num_ended = 0
         self._broken_models: set[str] = set()
 
     def run(self) -> Tally:
@@ -86,11 +86,12 @@ class _Runner:
             except KeyboardInterrupt:
                 self._tally.was_interrupted = True
                 self._line.show(
-                    "Stopping after the step in progress; Ctrl-C again stops at once.", last=True
+                    "Stopping after the current step; press Ctrl-C again to stop immediately.",
+                    last=True,
                 )
                 self._wait_for_stop()
         finally:
-            self._crew.close()
+            self._pool.close()
         failed = set(self._tally.failed)
         compared = [job for job in self._jobs if job.is_compared and job.name not in failed]
         self._tally.left = [job.name for job in compared if not job.is_done]
@@ -98,45 +99,45 @@ class _Runner:
         return self._tally
 
     def _work(self) -> None:
-        while self._waiting or self._crew.busy:
-            self._hand_out()
-            if not self._crew.busy:
-                return  # no time for those that wait
-            self._hear(LOOK_SECONDS)
+        while self._waiting or self._pool.busy:
+            self._send_jobs()
+            if not self._pool.busy:
+                return  # no time to start the waiting jobs
+            self._receive(LOOK_SECONDS)
             self._show()
             if self._until is not None and time.time() > self._until + self._pace.end_seconds:
-                return  # a worker that does not stop is ended; its last checkpoint remains
+                return  # workers that did not stop are killed; their last checkpoints remain
 
     def _wait_for_stop(self) -> None:
         deadline = time.monotonic() + STOP_SECONDS
-        for worker in self._crew.busy:
+        for worker in self._pool.busy:
             worker.ask_to_stop()
-        while self._crew.busy and time.monotonic() < deadline:
-            self._hear(LOOK_SECONDS)
+        while self._pool.busy and time.monotonic() < deadline:
+            self._receive(LOOK_SECONDS)
 
-    def _hand_out(self) -> None:
+    def _send_jobs(self) -> None:
         for job in list(self._waiting):
             if not self._has_time():
                 return
             broken = self._broken_models.intersection(job.needs)
             if broken:
                 self._waiting.remove(job)
-                self._fail(job, f"{min(broken)} could not be made", "")
+                self._fail(job, f"The model {min(broken)} could not be made.", "")
                 continue
             if not all(Path(model).is_dir() for model in job.needs):
-                continue  # it is being made
-            worker = self._crew.idle()
+                continue  # the model is being made
+            worker = self._pool.idle()
             if worker is None:
                 return
             self._waiting.remove(job)
-            worker.give(job, until=self._until)
+            worker.send(job, until=self._until)
 
     def _has_time(self) -> bool:
         return self._until is None or self._until - time.time() > self._pace.least_seconds
 
-    def _hear(self, seconds: float) -> None:
-        for worker in self._crew.heard(seconds):
-            outcome = worker.hear()
+    def _receive(self, seconds: float) -> None:
+        for worker in self._pool.wait(seconds):
+            outcome = worker.receive()
             job, worker.job = worker.job, None
             if outcome is None:
                 self._remove(worker, job)
@@ -144,17 +145,17 @@ class _Runner:
                 self._note_failure(job)
             elif outcome == "finished":
                 self._tally.done += job is not None and job.is_compared
-            self._num_ended_now += 1
+            self._num_ended += 1
 
     def _remove(self, worker: WorkerProcess, job: Job | None) -> None:
-        death, words = worker.death(), worker.exit_reason()
-        self._crew.dismiss(worker)
+        status, log = worker.exit_status(), worker.log_tail()
+        self._pool.remove(worker)
         if job is not None and not self._tally.was_interrupted:
-            self._fail(job, f"The process that worked on it {death}.", words)
+            self._fail(job, f"The worker process {status}.", log)
 
-    def _fail(self, job: Job, error: str, words: str) -> None:
+    def _fail(self, job: Job, error: str, log: str) -> None:
         if job.is_compared:
-            write_failure(job.path, error, words)
+            write_failure(job.path, error, log)
         self._note_failure(job)
 
     def _note_failure(self, job: Job) -> None:
@@ -172,17 +173,26 @@ class _Runner:
         if tally.failed:
             parts.append(f"{len(tally.failed)} failed")
         parts.append(f"{self._time_left()} left")
-        running = ", ".join(worker.job.name for worker in self._crew.busy if worker.job)
+        running = ", ".join(worker.job.name for worker in self._pool.busy if worker.job)
         self._line.show(f"{', '.join(parts)}  {running}")
 
     def _time_left(self) -> str:
-        """Estimate from what has been done since the start; runs in progress count by steps."""
+        """Extrapolate from the jobs done since the start; running jobs count by their steps."""
         shares = [
-            share_done(worker.job.path / STATUS_FILE) for worker in self._crew.busy if worker.job
+            share_done(worker.job.path / STATUS_FILE) for worker in self._pool.busy if worker.job
         ]
-        done = self._num_ended_now + sum(shares)
+        done = self._num_ended + sum(shares)
         if done < 0.1:
             return "?"
         left = len(self._waiting) + len(shares) - sum(shares)
-        seconds = (time.monotonic() - self._begin) / done * left
+        seconds = (time.monotonic() - self._start) / done * left
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def share_done(status_file: Path) -> float:
+    """Return the share of a run's steps that are done; 0 if its status can't be read."""
+    try:
+        status = json.loads(status_file.read_text(encoding="utf-8"))
+        return status["step"] / status["steps"]
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        return 0.0

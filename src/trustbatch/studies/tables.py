@@ -1,13 +1,15 @@
-"""What the page and the summary of a study say of an arm, in cells."""
+"""The tables of a study: cells for its page, and its summary in Markdown."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 
+from trustbatch.evaluation.report import cell, markdown_table
+from trustbatch.objectives import OBJECTIVES, Objective
 from trustbatch.observe.page_parts import DASH
-from trustbatch.studies.comparisons import Contender, PairedDifference, mean_interval
+from trustbatch.studies.comparisons import Contender, PairedDifference, mean_interval, table_rows
 from trustbatch.studies.curves import pass_at_k_scores
 from trustbatch.studies.results import (
     BENCHMARKS,
@@ -19,23 +21,24 @@ from trustbatch.studies.results import (
     Measure,
     RunState,
     Spread,
+    StudyResults,
     StudyRun,
 )
-from trustbatch.studies.verdict import plain, signed, small
+from trustbatch.studies.verdict import StudyVerdict, plain, signed, small
 
 PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, and what an arm has under it."""
+    """A heading, and a cell per row."""
 
     heading: str
     cells: Sequence[str]
 
 
 def arm_columns(rows: Sequence[Contender]) -> list[Column]:
-    """Return the numbers of arms and families: only columns in which any of them has something."""
+    """Return the numbers of arms and families, without columns that are empty for all."""
     columns = [
         Column("Runs finished", [finished(row.runs) for row in rows]),
         Column("Final reward", [_written(row.spread(FINAL_REWARD)) for row in rows]),
@@ -52,7 +55,7 @@ def arm_columns(rows: Sequence[Contender]) -> list[Column]:
 def difference_columns(
     differences: Sequence[PairedDifference],
 ) -> list[Column]:
-    """Return the comparisons that the verdict rests on."""
+    """Return the comparisons behind the verdict."""
     columns = [
         Column("Regime", [each.first.regime_label or DASH for each in differences]),
         Column("Arm", [each.first.label for each in differences]),
@@ -68,7 +71,7 @@ def difference_columns(
 
 
 def finished(runs: Sequence[StudyRun]) -> str:
-    """Say how many runs are done, and what became of the others."""
+    """Return how many runs have finished, and the states of the others."""
     counts = Counter(run.state for run in runs)
     others = [
         f"{counts[state]} {state.value}"
@@ -79,7 +82,7 @@ def finished(runs: Sequence[StudyRun]) -> str:
 
 
 def held_out(row: Contender) -> str:
-    """Return the mean on held-out prompts, with an interval over seeds, or prompts of the one."""
+    """Return the held-out reward with an interval over seeds, or over prompts for one seed."""
     if len(row.members) > 1:
         return _written(row.spread(HELD_OUT))
     found = [run.held_out for run in row.runs if run.held_out]
@@ -151,3 +154,49 @@ def _ahead(each: PairedDifference) -> str:
 
 def _p(value: float, each: PairedDifference) -> str:
     return small(value) if each.has_interval else DASH
+
+
+def hyper_parameters(objective: str) -> list[str] | None:
+    """Return the names of an objective's own numeric options; None for an unknown objective.
+
+    Options that all objectives have (entropy and reference KL, off by default) and choices between
+    estimators don't count.
+    """
+    if objective not in OBJECTIVES:
+        return None
+    shared = {field.name for field in fields(Objective)}
+    return [
+        field.name
+        for field in fields(OBJECTIVES[objective])
+        if field.name not in shared and isinstance(field.default, int | float)
+    ]
+
+
+SUMMARY_FILE = "summary.md"
+
+
+def study_summary(results: StudyResults, verdict: StudyVerdict) -> str:
+    """Return the summary: question, command, table and verdict; no paths but the command's."""
+    rows = [row for regime in results.regimes for row in table_rows(results.in_regime(regime))]
+    names = [Column("Arm", [row.label for row in rows])]
+    if len(results.regimes) > 1:
+        names.insert(0, Column("Regime", [row.regime_label for row in rows]))
+    columns = [*names, *arm_columns(rows)]
+    headings = [cell(column.heading) for column in columns]
+    cells = [[cell(column.cells[place]) for column in columns] for place in range(len(rows))]
+    seeds = ", ".join(map(str, results.seeds))
+    lines = [
+        cell(results.question),
+        "",
+        f"    {' '.join(results.command.split())}",
+        "",
+        *markdown_table(headings, cells, num_words=len(names)),
+        "",
+        f"Scale {cell(results.scale)}; seeds {seeds}; means and, behind \N{PLUS-MINUS SIGN}, "
+        "standard deviations over seeds, of a mean of several arms over these.",
+        "",
+        f"**{cell(verdict.sentences[0])}** {cell(verdict.sentences[1])}",
+    ]
+    if verdict.remarks:
+        lines += ["", *(f"- {cell(remark)}" for remark in verdict.remarks)]
+    return "\n".join(lines) + "\n"

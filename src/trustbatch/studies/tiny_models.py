@@ -1,7 +1,7 @@
-"""The tiny models of the scales of a CPU: warm starts, made once for all studies.
+"""The tiny models of the smoke and cpu scales: warm starts that all studies share.
 
-The quickstart's takes seconds, and every seed has one of its own. The one that reads a corpus takes
-minutes: all seeds share it, as they share a real model, and differ in prompts and samples.
+The quickstart's model takes seconds, and every seed has its own. The one trained on a corpus takes
+minutes: all seeds share it, as they would share a real model, and differ in prompts and samples.
 """
 
 import fcntl
@@ -17,17 +17,19 @@ TINY_MODEL = "tiny-model-{seed}"
 NEXT_TINY_MODEL = "tiny-model-{seed+1}"
 DERAIL_MODEL = "derail-model-0"
 OTHER_DERAIL_MODEL = "derail-model-1"
-"""of another seed: other weights, and another corpus of the same author"""
+"""from another seed: other weights, and another corpus of the same language"""
 _NAME = re.compile(r"(tiny|derail)-model-(\d+)$")
 WAIT_SECONDS = 1200.0
 
 
-def placed(value: Any, *, seed: int, folder: Path) -> Any:
-    """Return a tree in which the names of tiny models have become paths of those of a seed."""
+def resolve_tiny_models(value: Any, *, seed: int, folder: Path) -> Any:
+    """Replace the names of tiny models in a configuration by the paths of a seed's models."""
     if isinstance(value, dict):
-        return {key: placed(each, seed=seed, folder=folder) for key, each in value.items()}
+        return {
+            key: resolve_tiny_models(each, seed=seed, folder=folder) for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [placed(each, seed=seed, folder=folder) for each in value]
+        return [resolve_tiny_models(each, seed=seed, folder=folder) for each in value]
     if value == TINY_MODEL:
         return str(tiny_model(folder, seed))
     if value == NEXT_TINY_MODEL:
@@ -36,12 +38,12 @@ def placed(value: Any, *, seed: int, folder: Path) -> Any:
 
 
 def tiny_model(folder: Path, seed: int) -> Path:
-    """Return where the model of a seed is, or will be."""
+    """Return the path of a seed's model, which may not exist yet."""
     return folder / f"tiny-model-{seed}"
 
 
 def tiny_models_in(tree: Any) -> list[Path]:
-    """Return the tiny models that a placed tree names."""
+    """Return the paths of all tiny models in a configuration."""
     if isinstance(tree, dict):
         return [path for value in tree.values() for path in tiny_models_in(value)]
     if isinstance(tree, list):
@@ -51,7 +53,7 @@ def tiny_models_in(tree: Any) -> list[Path]:
 
 
 def make_tiny_model(path: Path, *, say: Callable[[str], None]) -> None:
-    """Warm-start a model unless it is there; waits for another process that is making it."""
+    """Make a model unless it exists; wait if another process is making it."""
     found = _NAME.search(path.name)
     assert found is not None, "tiny_models_in found it"
     warm_start = _warm_start(found.group(1))
@@ -79,5 +81,6 @@ def _wait_for(lock: int, path: Path) -> None:
         except BlockingIOError:
             time.sleep(0.2)
     raise CheckpointError(
-        f"Another process has been making {path} for {WAIT_SECONDS:.0f} s: end it, and start again."
+        f"Timed out after {WAIT_SECONDS:.0f} s while another process was making {path}: end that "
+        "process, and start again."
     )

@@ -1,9 +1,8 @@
-"""A study's verdict in two sentences, computed from the data, and what a reader must know with it.
+"""The verdict of a study in two sentences, computed from the data, with remarks.
 
 The first sentence says which arm is better and by how much, with an interval over seeds, or that it
-can't be told. The second says how far 1-ESS rose: where the data was nearly on-policy, objectives
-have little to differ in. Remarks name runs that failed or collapsed, and how many comparisons were
-made.
+can't be told. The second says how far 1-ESS rose: on nearly on-policy data, objectives hardly
+differ. Remarks list runs that failed or collapsed, and the number of comparisons.
 """
 
 from collections.abc import Sequence
@@ -33,14 +32,14 @@ from trustbatch.studies.results import (
 )
 
 NEARLY_ON_POLICY = 0.01
-"""1-ESS below which objectives have little to differ in"""
+"""1-ESS below which objectives hardly differ"""
 _UNKNOWN_DISTRUST = "1-ESS was not recorded, so how far off-policy the data was isn't known."
 _MINUS = "\N{MINUS SIGN}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What can be said of a study, or of one of its regimes."""
+    """The verdict of a study, or of one of its regimes."""
 
     sentences: tuple[str, str]
     remarks: tuple[str, ...] = ()
@@ -48,14 +47,14 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyVerdict(Verdict):
-    """The verdict of a whole study, with that of each regime where there are several."""
+    """The verdict of a whole study, and of each regime if there are several."""
 
     differences: tuple[PairedDifference, ...]
     regimes: dict[str, Verdict]
 
 
 def judge(results: StudyResults) -> StudyVerdict:
-    """Compare the arms of a study, and put what comes out into words."""
+    """Compare the arms of a study, and describe the result."""
     differences = tuple(compare_study(results))
     verdicts = {regime: _regime_verdict(results, regime, differences) for regime in results.regimes}
     if len(verdicts) == 1:
@@ -81,28 +80,28 @@ def judge(results: StudyResults) -> StudyVerdict:
 
 
 def verdict(folder: Path) -> str:
-    """Return the two sentences of the study in a folder, and the remarks, a line each."""
+    """Return the verdict of the study in a folder: its sentences, and a line per remark."""
     found = judge(read_study(folder))
     return "\n".join([" ".join(found.sentences), *found.remarks])
 
 
 def signed(value: float) -> str:
-    """Write a difference with its sign."""
+    """Format a difference with its sign."""
     return f"{value:+.3f}".replace("-", _MINUS)
 
 
 def plain(value: float) -> str:
-    """Write a reward."""
+    """Format a reward."""
     return f"{value:.3f}".replace("-", _MINUS)
 
 
 def small(value: float) -> str:
-    """Write 1-ESS, which may be tiny."""
+    """Format 1-ESS or a p-value, which may be tiny."""
     return f"{value:.2g}"
 
 
 def joined(parts: Sequence[str]) -> str:
-    """Return a list as it is read out."""
+    """Join the parts of a sentence with commas and "and"."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -122,7 +121,7 @@ def _regime_verdict(
 def _leader(
     results: StudyResults, regime: str, differences: Sequence[PairedDifference]
 ) -> Contender | None:
-    """Return the contender with the subject; without one, that with the highest mean."""
+    """Return the contender with the subject, or without a subject the one with the highest mean."""
     known = [each for pair in differences for each in (pair.first, pair.second)]
     subject = results.subject_in(regime)
     if subject is not None:
@@ -131,7 +130,7 @@ def _leader(
 
 
 def _facing(each: PairedDifference, leader: Contender | None) -> PairedDifference:
-    """Turn a difference so that the leader comes first."""
+    """Reverse a difference if the leader comes second."""
     if each.first == leader:
         return each
     return PairedDifference(
@@ -199,7 +198,7 @@ def _second_sentence(results: StudyResults, arms: Sequence[ArmResult]) -> str:
 
 
 def _most_samples(arms: Sequence[ArmResult]) -> str:
-    """Say what an arm solves in many samples: whether it lost some ways to a solution."""
+    """Return pass@k with all samples: it falls when a policy loses diversity."""
     spreads = [(arm.spread(BENCHMARKS_AT_MOST), arm.label) for arm in arms]
     known = [f"{plain(spread.mean)} with {label}" for spread, label in spreads if spread]
     if not known:
@@ -319,7 +318,7 @@ def _overall(results: StudyResults, differences: Sequence[PairedDifference]) -> 
 
 
 def _over_regimes(results: StudyResults) -> list[str]:
-    """Say what the mean over all regimes tells, where every one has the same arms."""
+    """Compare by the mean over all regimes, if they have the same arms."""
     found = compare_over_regimes(results)
     if not any(each.has_interval for each in found):
         return []
@@ -328,7 +327,7 @@ def _over_regimes(results: StudyResults) -> list[str]:
 
 
 def _where(differences: Sequence[PairedDifference], outcome: Outcome) -> str:
-    """Name a few of the comparisons with an outcome, the largest first."""
+    """List the three largest differences with an outcome."""
     found = [each for each in differences if each.outcome is outcome]
     found.sort(key=lambda each: -abs(each.value))
     if not found:

@@ -1,8 +1,8 @@
-"""A process that does one job after the other: importing torch takes longer than a short run.
+"""A process that executes jobs one after another: importing torch takes longer than a short run.
 
-Started by the runner as `python -m trustbatch.studies.worker LOG`. Reads jobs from its input, one
-line of JSON each, and answers with how each ended before it reads the next. SIGINT asks it to stop
-at the next step of a run, with a checkpoint.
+Started by the runner as `python -m trustbatch.studies.worker PARENT LOG`. It reads jobs from its
+input, one line of JSON each, and answers with the outcome of each before it reads the next. SIGINT
+makes it stop at the next step of a run, with a checkpoint.
 """
 
 import gc
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.errors import TrustbatchError
-from trustbatch.studies.folder import EVALUATION_FILE, FAILURE_FILE, write_failure
-from trustbatch.studies.job import Job, Outcome
+from trustbatch.studies.folder import FAILURE_FILE, write_failure
+from trustbatch.studies.jobs import Job, Outcome
 from trustbatch.utils.processes import end_with
 
-LONGEST_LINE = 500
+MAX_ERROR_LENGTH = 500
 
 
 class Worker:
-    """Does jobs until there are no more, or until it is asked to stop."""
+    """Executes jobs, and records the failures of those that raise."""
 
     def __init__(self) -> None:
         self._was_asked_to_stop = False
@@ -40,63 +40,29 @@ class Worker:
         return self._was_asked_to_stop or (self._until is not None and time.time() >= self._until)
 
     def do(self, job: Job, until: float | None) -> Outcome:
-        """Do one job; whatever goes wrong with it is its own failure."""
+        """Execute one job until the time `until`; an error fails this job alone."""
         self._until = until
         (job.path / FAILURE_FILE).unlink(missing_ok=True)
         try:
-            return self._do(job)
-        except Exception as error:  # the other runs of the study go on
+            # here, so that an import that fails is a failure of the job
+            from trustbatch.studies.execute import execute
+
+            return execute(job, is_asked_to_stop=self.is_asked_to_stop)
+        except Exception as error:  # the other runs of the study continue
             first = str(error).strip().splitlines()
             line = first[0] if first else type(error).__name__
             if not isinstance(error, TrustbatchError):
                 line = f"{type(error).__name__}: {line}"
             if job.is_compared:
-                write_failure(job.path, line[:LONGEST_LINE], traceback.format_exc())
+                write_failure(job.path, line[:MAX_ERROR_LENGTH], traceback.format_exc())
             traceback.print_exc()
             return "failed"
         finally:
-            _forget()
-
-    def _do(self, job: Job) -> Outcome:
-        if job.kind == "make_model":
-            from trustbatch.studies.tiny_models import make_tiny_model
-            from trustbatch.utils.terminal import LiveLine
-
-            make_tiny_model(job.path, say=LiveLine().show)
-            return "finished"
-        if job.kind == "benchmark":
-            from trustbatch.studies.benchmark_job import evaluate_on_suite
-
-            evaluate_on_suite(job)
-            return "finished"
-        return self._train(job)
-
-    def _train(self, job: Job) -> Outcome:
-        from trustbatch.api import train_config
-        from trustbatch.config import parse_config
-        from trustbatch.studies.held_out import evaluate_held_out
-        from trustbatch.studies.weights_only import keep_weights_only
-
-        if not job.is_trained:
-            config = parse_config(job.details["tree"])
-            train_config(config, is_asked_to_stop=self.is_asked_to_stop)
-        if not job.is_trained or (not job.is_done and self.is_asked_to_stop()):
-            return "stopped"
-        checkpoints = job.path / "checkpoints"
-        if job.details["held_out"] is not None:
-            evaluate_held_out(
-                checkpoints / f"step-{job.details['steps']}",
-                job.details["held_out"],
-                model=job.details["tree"]["model"],
-                file=job.path / EVALUATION_FILE,
-            )
-        for checkpoint in checkpoints.glob("step-*"):
-            keep_weights_only(checkpoint)
-        return "finished"
+            _free_memory()
 
 
-def _forget() -> None:
-    """Give memory back, and what was compiled for the last model: the next is another one."""
+def _free_memory() -> None:
+    """Free memory and what was compiled for the last model: the next job has another one."""
     gc.collect()
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -105,10 +71,10 @@ def _forget() -> None:
 
 
 def main() -> None:
-    """Answer the jobs that come in."""
+    """Execute the jobs of the input until it ends."""
     parent, log = int(sys.argv[1]), Path(sys.argv[2])
     end_with(parent)
-    # what libraries print must not get between the answers
+    # the output of libraries goes to the log: this pipe is for answers alone
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

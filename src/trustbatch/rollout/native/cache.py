@@ -5,6 +5,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+PAGE = 64
+"""tokens in a page of the paged cache, and in a step of its attention kernel"""
+GROWTH = 1.5
+"""factor by which the pool of pages grows"""
+
 
 class CacheFullError(Exception):
     """The device has no memory left for more keys and values."""

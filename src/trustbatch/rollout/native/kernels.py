@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAGE = 64
-"""tokens in a page of the cache, and in a step of the attention kernel"""
 SMALLEST_DOT = 16
 """rows that a tensor-core product has at least"""
 MAX_SPLITS = 16

@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trustbatch.rollout.native import kernels
-from trustbatch.rollout.native.cache import CacheFullError, HeadNorms, Heads
-from trustbatch.rollout.native.kernels import PAGE
+from trustbatch.rollout.native.cache import GROWTH, PAGE, CacheFullError, HeadNorms, Heads
 
 SCRATCH = 0
 """the page that padding writes to"""
-GROWTH = 1.5
 SPARE = 1.125
 """room of a pool beside what was held at most before it was cleared"""
 

@@ -1,4 +1,4 @@
-"""How do trained policies do on problems that nobody trained on?"""
+"""The study `benchmarks`: checkpoints of another study on problems that no run was trained on."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -7,21 +7,24 @@ from typing import Any
 
 from trustbatch.config import RunConfig, parse_config
 from trustbatch.errors import ConfigError
-from trustbatch.studies.folder import STUDY_FILE, StudyFolder, arm_of
-from trustbatch.studies.job import Job
-from trustbatch.studies.planned_jobs import model_jobs
-from trustbatch.studies.resolve import RUNS, run_name, run_tree
-from trustbatch.studies.scales.scale import Scale
-from trustbatch.studies.study import Arm, Study
+from trustbatch.studies.folder import (
+    EVALUATIONS,
+    RUNS,
+    STUDY_FILE,
+    StudyFolder,
+    arm_of,
+    run_name,
+)
+from trustbatch.studies.jobs import Job, model_jobs, run_tree
+from trustbatch.studies.study import Arm, Scale, Study
 from trustbatch.studies.tiny_models import tiny_models_in
 
 NAME = "benchmarks"
 BASE_MODEL = "base"
-EVALUATIONS = "evaluations"
 
 
 def benchmarks(scale: Scale, source: Path) -> Study:
-    """The checkpoints of another study and the model they came from, on held-out benchmarks."""
+    """The checkpoints of another study and their base model, on held-out benchmarks."""
     before = StudyFolder(source).read()
     if before is None:
         raise ConfigError(f"{source} has no {STUDY_FILE}: name the folder of a study with --from.")
@@ -46,19 +49,19 @@ def benchmarks(scale: Scale, source: Path) -> Study:
 
 
 def _earlier_checkpoints(base: Mapping[str, Any]) -> list[int]:
-    """Return the steps of the checkpoints that a run keeps beside its last one."""
+    """Return the steps of the checkpoints that a run keeps besides its last one."""
     run, steps = RunConfig.model_validate(base.get("run", {})), base["training"]["steps"]
     before_last = range(run.checkpoint_every, steps, run.checkpoint_every)
     return list(before_last)[max(len(before_last) - run.keep_checkpoints + 1, 0) :]
 
 
 def _earlier_arms(arm: Arm, steps: list[int]) -> list[Arm]:
-    """Return what an arm had become by then: the same configuration, with fewer steps."""
+    """Return the arm at earlier checkpoints: the same configuration with fewer steps."""
     return [
         replace(
             arm,
             name=f"{arm.name}{_suffix(step)}",
-            label=f"Step {step}: {arm.label}",  # that of the regime stays at the end
+            label=f"Step {step}: {arm.label}",  # the label of the regime must stay at the end
             changes={**arm.changes, "training.steps": step},
             family=f"{arm.family}{_suffix(step)}" if arm.family else "",
         )
@@ -98,7 +101,7 @@ def benchmark_jobs(
             steps = config.training.steps
             run = source / RUNS / run_name(arm.name.removesuffix(_suffix(steps)), seed)
             checkpoint = run / "checkpoints" / f"step-{steps}"
-            # what was trained with long completions is not cut short: the paper's 16K family
+            # policies trained with longer completions keep their limit: the paper's 16K family
             max_tokens = max(scale.suite.max_tokens, config.rollout.max_tokens)
             is_base = arm.name == BASE_MODEL
             jobs.append(

@@ -1,4 +1,4 @@
-"""Laws that tokens may have been sampled from, or that recorded log-probs may stand for."""
+"""Distributions that tokens may have been sampled from, and how far log-probs differ."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from trustbatch.types import SamplingParams
 
 @dataclass(frozen=True)
 class SamplingDistribution:
-    """softmax(logits / temperature), cut to top-k, then to top-p, and renormalized."""
+    """softmax(logits / temperature), truncated to top-k, then to top-p, and renormalized."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -20,12 +20,12 @@ class SamplingDistribution:
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> "SamplingDistribution":
-        """The law that a request asks for."""
+        """Return the distribution that sampling parameters describe."""
         return cls(sampling.temperature, sampling.top_k, sampling.top_p)
 
     @property
     def sampling(self) -> SamplingParams:
-        """The request that asks for this law."""
+        """Sampling parameters that describe this distribution."""
         return SamplingParams(
             max_tokens=1,
             stop_token_ids=(),
@@ -40,44 +40,44 @@ class SamplingDistribution:
         return self.top_k == 0 and self.top_p == 1.0
 
     @property
-    def uncut(self) -> "SamplingDistribution":
+    def untruncated(self) -> "SamplingDistribution":
         """The same temperature with every token."""
         return SamplingDistribution(self.temperature)
 
     @property
     def support(self) -> str:
-        """What is cut off, in words."""
+        """The truncation in words."""
         parts = [f"top_k = {self.top_k}"] if self.top_k else []
         parts += [f"top_p = {self.top_p:g}"] if self.top_p < 1.0 else []
         return " and ".join(parts) or "all tokens"
 
     def __str__(self) -> str:
-        cut = "" if self.is_full else f", {self.support}"
-        return f"T = {self.temperature:g}{cut}"
+        truncation = "" if self.is_full else f", {self.support}"
+        return f"T = {self.temperature:g}{truncation}"
 
 
 @dataclass(frozen=True)
-class LawStatistics:
-    """What a law says about T sampled tokens, [T] float64 each."""
+class TokenStatistics:
+    """T sampled tokens under one distribution, [T] float64 each."""
 
     logp: Tensor
-    """-inf for a token that the law excludes"""
+    """-inf for a token that the distribution excludes"""
     expected: Tensor
-    """mean of the log-prob under the law at that position: minus its entropy"""
+    """expected log-prob at that position: minus the entropy"""
     variance: Tensor
-    """and its variance"""
+    """variance of the log-prob at that position"""
 
     @property
     def num_outside(self) -> int:
-        """Tokens that the law could never have sampled."""
+        """Number of tokens that the distribution excludes."""
         return int((~torch.isfinite(self.logp)).sum())
 
     @property
     def z(self) -> float:
-        """Standardized sum of log p + entropy: of mean 0 and variance 1 if this law sampled them.
+        """Standardized sum of log p + entropy: mean 0 and variance 1 for the true distribution.
 
-        No recorded number enters. The terms are martingale differences, so their variances add
-        although a token depends on those before it.
+        It does not depend on recorded log-probs. The terms are martingale differences, so their
+        variances add although each token depends on those before it.
         """
         inside = torch.isfinite(self.logp)
         surplus = float((self.logp - self.expected)[inside].sum())
@@ -97,7 +97,7 @@ class Mismatch:
 
     @classmethod
     def of(cls, log_ratio: Tensor) -> "Mismatch":
-        """Measure finite log-ratios; the others have no ratio."""
+        """Measure the finite log-ratios."""
         log_ratio = log_ratio[torch.isfinite(log_ratio)].double()
         if log_ratio.numel() == 0:
             return cls(math.nan, math.nan, math.nan, math.nan, math.nan)

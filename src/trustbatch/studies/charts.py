@@ -1,4 +1,4 @@
-"""The charts of a study: one color for an arm in all regimes, and bands over its seeds."""
+"""The charts of a study: one color per arm in all regimes, and bands over its seeds."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -30,41 +30,40 @@ from trustbatch.studies.results import (
 
 FRAME = Frame(560, 320)
 SUBJECT_COLOR = 1
-"""the reddish one, as in the paper; the first of the others is blue"""
+"""red, as in the paper; the first of the others is blue"""
 BAND_READING = (
     "The line is the mean, a moving average over about a twentieth of the steps; the band is one "
-    "standard deviation over seeds, and for a mean of several arms over these."
+    "standard deviation over seeds, or over arms for a mean of several arms."
 )
 PASS_AT_K_OVER_SEEDS = (
-    "The chance that at least one of k samples is right; the band is one standard deviation over "
-    "seeds."
+    "The probability that at least one of k samples is right; the band is one standard deviation "
+    "over seeds."
 )
 DISTRUST = ChartSpec(
     ONE_MINUS_ESS,
     "1-ESS",
-    "How far off-policy the data was: 0 means that every token is trusted alike. Mean, lowest and "
+    "How far off-policy the data was: 0 means that all tokens have equal weight. Mean, lowest and "
     "highest seed.",
     scale="log",
 )
 CAPS = ChartSpec(
     CAP,
     "Weight cap",
-    "The largest weight a token may carry, of objectives that have one. Mean, lowest and highest "
-    "seed.",
+    "The largest weight of a token, for objectives that have a cap. Mean, lowest and highest seed.",
     scale="auto",
 )
 ENTROPIES = ChartSpec(
     ENTROPY,
     "Entropy",
-    "Of the policy, in nats a token. Where data and policy drift together 1-ESS stays small, and "
-    "this is where it shows. Mean, lowest and highest seed.",
+    "Of the policy, in nats per token. A drift of data and policy together shows here while 1-ESS "
+    "stays small. Mean, lowest and highest seed.",
     scale="auto",
 )
 
 
 @dataclass(frozen=True)
 class Colors:
-    """Numbers of curves, which are their colors and what a legend switches."""
+    """Numbers of curves, which select their colors and their legend entries."""
 
     of_arm: dict[str, int]
     """by name without the regime"""
@@ -72,7 +71,7 @@ class Colors:
 
     @classmethod
     def of(cls, results: StudyResults) -> "Colors":
-        """Give the subject its own color, then the contenders theirs, then members of families."""
+        """Number the curves: the subject has a fixed color, then families, arms and members."""
         families = dict.fromkeys(
             each.members[0].arm.family
             for regime in results.regimes
@@ -98,47 +97,47 @@ class Colors:
 
 
 def reward_figures(results: StudyResults, colors: Colors) -> str:
-    """Return the reward of each regime: families as one curve, and where there are any, apart."""
+    """Return the reward charts of each regime, with families as one curve and by member."""
     spec = ChartSpec(REWARD, "", "", smoothed=True)
-    drawn: list[tuple[str, str, list[Curve]]] = []
+    groups: list[tuple[str, list[Curve]]] = []
     for regime, label in results.regimes.items():
         rivals = contenders(results.in_regime(regime))
         together = curves_of(rivals, colors, REWARD)
-        drawn.append((_title("Reward", label), "", together))
+        groups.append((_title("Reward", label), together))
         if any(len(each.members) > 1 for each in rivals):
             apart = [Contender.of(arm) for each in rivals for arm in each.members]
             each_arm = curves_of(apart, colors, REWARD)
-            drawn.append((_title("Reward of every arm", label), "", each_arm))
-    # all regimes on one scale: they differ in how hard the data is to learn from
-    everything = [curve for _, _, curves in drawn for curve in curves]
+            groups.append((_title("Reward of every arm", label), each_arm))
+    # one scale for all regimes, so that they can be compared
+    everything = [curve for _, curves in groups for curve in curves]
     x, y = _step_axis(everything), linear_axis(_within_data(results, everything))
     return "\n".join(
-        chart_figure(replace(spec, title=title, reading=reading), curves, x, FRAME, y)
-        for title, reading, curves in drawn
+        chart_figure(replace(spec, title=title), curves, x, FRAME, y)
+        for title, curves in groups
         if curves
     )
 
 
 def trust_figures(results: StudyResults, colors: Colors) -> str:
-    """Return 1-ESS of every arm, by regime, and behind it the weight caps and entropies."""
+    """Return charts of 1-ESS, weight caps and entropies of every arm, by regime."""
     figures = []
     for spec in (DISTRUST, CAPS, ENTROPIES):
-        drawn = {
+        groups = {
             label: curves_of(map(Contender.of, results.in_regime(regime)), colors, spec.key)
             for regime, label in results.regimes.items()
         }
-        everything = [curve for curves in drawn.values() for curve in curves]
+        everything = [curve for curves in groups.values() for curve in curves]
         x, y = _step_axis(everything), value_axis(spec, everything)
         figures += [
             chart_figure(replace(spec, title=_title(spec.title, label)), curves, x, SMALL, y)
-            for label, curves in drawn.items()
+            for label, curves in groups.items()
             if curves
         ]
     return "\n".join(figures)
 
 
 def pass_at_k_figures(results: StudyResults, colors: Colors) -> str:
-    """Return a chart of pass@k for each benchmark and, first, for their average."""
+    """Return a chart of pass@k for the average and for each benchmark."""
     tasks = list(dict.fromkeys(score.name for run in results.runs for score in run.scores))
     tasks.sort(key=lambda task: task != AVERAGE)
     reading = PASS_AT_K_OVER_SEEDS if len(results.seeds) > 1 else PASS_AT_K_READING
@@ -162,7 +161,7 @@ def curves_of(rivals: Iterable[Contender], colors: Colors, key: str) -> list[Cur
     """Return a smoothed curve with its band for every contender that recorded the metric."""
     found = []
     for each in rivals:
-        # a deviation below the mean may lie below zero, where a log axis ends
+        # mean minus deviation may be below zero, which a log axis can't show
         is_range = key != REWARD
         curve = _curve(each, colors.number(each), lambda run: metric_points(run, key), is_range)
         if curve:
@@ -183,7 +182,7 @@ def _curve(
     points: Callable[[StudyRun], Points],
     is_range: bool = False,
 ) -> Curve | None:
-    """Return the mean over seeds, or over several members, with one deviation or their range."""
+    """Return the mean over seeds or members, with one deviation or the range as its band."""
     by_member = [[points(run) for run in member.runs] for member in contender.members]
     parts = by_member[0] if len(by_member) == 1 else [mean_curve(runs) for runs in by_member]
     mean = mean_curve(parts)
@@ -229,7 +228,7 @@ def _step_axis(curves: Iterable[Curve]) -> Axis:
 
 
 def _within_data(results: StudyResults, curves: Iterable[Curve]) -> list[float]:
-    """Return the values of curves and bands; where a band leaves all data, only as far as that."""
+    """Return the values of curves and bands, clipped to the range of all rewards."""
     rewards = [reward for run in results.runs for reward in run.series(REWARD)[1]]
     low, high = min(rewards, default=0.0), max(rewards, default=1.0)
     values = [v for curve in curves for v in (*curve.values, *curve.low, *curve.high)]
