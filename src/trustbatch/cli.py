@@ -204,6 +204,7 @@ def _gib(text: str) -> float:
 
 def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.config import load_config
+    from trustbatch.config.resume import check_resumable
     from trustbatch.evaluation.in_training import configured_suite
     from trustbatch.observe.progress import LiveLine
     from trustbatch.observe.run_folder import RunFolder
@@ -230,7 +231,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         task = fit_task(task, encode, say=LiveLine().show)
     if config.rollout.engine == "vllm" and not is_elsewhere:
         require_vllm()
-    RunFolder(config)  # refuses the folder of another run
+    check_resumable(config, RunFolder(config.run, config.to_toml()))
     if config.reward.terms:
         scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
         with contextlib.closing(scorer):

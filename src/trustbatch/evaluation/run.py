@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trustbatch.config import Config, ModelConfig, parse_config
+from trustbatch.config import Config, parse_config
 from trustbatch.engines import build_engine
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.folder import EvaluationFolder
@@ -23,6 +23,7 @@ from trustbatch.evaluation.results import EvaluationResults
 from trustbatch.evaluation.sample import sample_records
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import EvaluatedTask
+from trustbatch.models.config import ModelConfig
 from trustbatch.models.policy import Policy
 from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.run_folder import describe_environment

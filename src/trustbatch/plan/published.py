@@ -25,4 +25,4 @@ def may_wait_on_gpu(config: Config, num_bytes: float, *, gpu_memory: float) -> b
     assert config.cluster is not None
     if config.cluster.weight_transfer == "auto":
         return num_bytes <= LARGEST_SHARE * gpu_memory
-    return config.cluster.weight_transfer == "direct"
+    return config.cluster.weight_transfer == "process_group"
