@@ -96,7 +96,7 @@ def test_a_clip_and_another_temperature_are_cautioned_against(
     [
         ("--task.name=arithmetik", "did you mean 'arithmetic'?"),
         ("--task.levl=2", "did you mean 'level'?"),
-        ("--task.level=[1]", "task.level = [1] must be a whole number"),
+        ("--task.level=[1]", "task.level = [1] must be an integer"),
         ("--model.name=/no/such/folder", "is not a folder here"),
     ],
 )

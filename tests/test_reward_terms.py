@@ -65,10 +65,10 @@ def test_overlong_is_the_penalty_of_dapo() -> None:
     [
         ("maths", {}, "no reward term 'maths' .did you mean 'math'"),
         ("format", {"boxd": True}, "no option 'boxd' .did you mean 'boxed'"),
-        ("task", {"task": 1}, "its options are none"),
-        ("overlong", {"buffer": "long"}, r"overlong\.buffer: input should be a valid integer"),
-        ("overlong", {}, r"overlong\.buffer: "),
-        ("function", {}, r"function\.path: "),
+        ("task", {"task": 1}, "it has no options"),
+        ("overlong", {"buffer": "long"}, r"overlong\.buffer = 'long' must be an integer"),
+        ("overlong", {}, r"needs the option buffer: set overlong\.buffer"),
+        ("function", {}, r"needs the option path: set function\.path"),
     ],
 )
 def test_wrong_names_and_options_are_refused_with_the_configuration(

@@ -132,12 +132,12 @@ def test_the_named_advantage_is_used(name: str, tiny_folder: Path, tmp_path: Pat
     assert any(expected)
 
 
-def test_advantage_names_are_those_of_the_functions() -> None:
-    annotation: Any = AdvantageConfig.model_fields["name"].annotation
-    assert set(annotation.__args__) == set(ADVANTAGES)
-    assert AdvantageConfig(epsilon=0.5).options == {"epsilon": 0.5}
-    config = AdvantageConfig(name="group_quantile", quantile=0.25, epsilon=0.5)
-    assert config.options == {"quantile": 0.25, "epsilon": 0.5}
+def test_options_of_an_advantage_reach_its_function() -> None:
+    rewards = torch.tensor([[0.0, 1.0, 2.0, 5.0]])
+    options = {"quantile": 0.25, "epsilon": 0.5}
+    config = AdvantageConfig.model_validate({"name": "group_quantile", **options})
+    expected = ADVANTAGES["group_quantile"](rewards, **options)
+    assert torch.equal(config.build()(rewards), expected)
 
 
 def test_a_position_has_its_own_random_number(
