@@ -1,4 +1,4 @@
-"""What of [cluster] is refused, which version samples a batch, and that Ray stays away otherwise."""
+"""What of [cluster] is refused, which version samples a batch, and that Ray is not imported."""
 
 import os
 import subprocess

@@ -453,7 +453,7 @@ def test_a_task_can_be_named_by_its_place() -> None:
             {"frist": 1},
             r"'frist' \(did you mean 'first'\?\); its options are first",
         ),
-        (f"{OWN}:MADE", {"first": 1}, "it has none"),
+        (f"{OWN}:MADE", {"first": 1}, "it has no options"),
         ("no_such_module:Task", {}, "no module 'no_such_module': check the name"),
         ("no_such_file.py:Task", {}, "is not there"),
     ]:

@@ -270,7 +270,7 @@ def test_names_of_models_tell_them_apart() -> None:
         (["--suite", "arithmetic", "--template", "x"], "--template is for the file of --task"),
         (["--suite", "arithmetic,arithmetic"], "two tasks called 'arithmetic'"),
         (["--training.steps=3"], "'--training.steps=3' is no option of eval"),
-        (["--rollout.vllm.sleep=true"], 'only with rollout.engine = "vllm"'),
+        (["--rollout.vllm.sleep=true"], 'requires rollout.engine = "vllm"'),
     ],
 )
 def test_what_can_not_be_evaluated_is_refused(
