@@ -54,7 +54,7 @@ def write_run(
     tree |= {"seed": seed, "run": {"name": name, "folder": str(folder / "runs")}}
     tree["training"] = {"steps": len(rewards) if steps is None else steps}
     config = parse_config(tree)
-    run = RunFolder(config.run.path, config_toml=config.to_toml(), rollouts_logged=0)
+    run = RunFolder(config.run, config.to_toml())
     run.start(0)
     for place, reward in enumerate(rewards):
         others = {key: values[place] for key, values in (metrics or {}).items()}

@@ -96,7 +96,7 @@ def test_a_clip_and_another_temperature_are_cautioned_against(
     [
         ("--task.name=arithmetik", "did you mean 'arithmetic'?"),
         ("--task.levl=2", "did you mean 'level'?"),
-        ("--task.level=[1]", "task.level = [1] must be a whole number"),
+        ("--task.level=[1]", "task.level = [1] must be an integer"),
         ("--model.name=/no/such/folder", "is not a folder here"),
     ],
 )
@@ -203,7 +203,7 @@ def test_max_tokens_below_one(config: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_group_of_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of(capsys, "train", config, "--rollout.samples_per_prompt=1")
-    assert "sample at least 2 samples a prompt" in message
+    assert "set it to 2 or more" in message
 
 
 def test_checkpoint_of_another_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:

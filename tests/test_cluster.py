@@ -380,7 +380,7 @@ def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopb
         "rollout": settings,
         "training": length,
         "evaluation": EVALUATION,
-        "cluster": {"trainers": 2, "engines": 1, "max_lag": 1, "weight_transfer": "direct"},
+        "cluster": {"trainers": 2, "engines": 1, "max_lag": 1, "weight_transfer": "process_group"},
     }
     try:
         stopped = run(tiny_folder, tmp_path / "async", is_asked_to_stop=lambda: True, **on_cluster)

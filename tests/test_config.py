@@ -5,6 +5,7 @@ import pytest
 
 from trustbatch.config import Config, load_config, parse_config
 from trustbatch.errors import ConfigError
+from trustbatch.objectives.pact import PACT
 
 MINIMAL: dict[str, Any] = {"model": {"name": "m"}, "task": {"name": "arithmetic"}}
 
@@ -32,10 +33,14 @@ def test_defaults_are_the_papers() -> None:
     assert config.advantage.name == "group_standardized"
 
 
-def test_p3o_uses_the_engines_top_tokens_unless_told() -> None:
-    config = parse_config(MINIMAL)
+@pytest.mark.parametrize("name", ["p3o", "two_anchor", "pact"])
+def test_objectives_with_a_kl_use_the_engines_top_tokens_by_default(name: str) -> None:
+    config = parse_config(MINIMAL | {"objective": {"name": name}})
     assert config.objective.options == {"kl": "top_k"}
+    assert config.objective.build().needs_top_logp
     assert config.rollout.top_logprobs == 16
+    without = parse_config(MINIMAL | {"objective": {"name": name}, "rollout": {"top_logprobs": 0}})
+    assert without.objective.options == {"kl": "importance"}
     told = parse_config(MINIMAL | {"objective": {"name": "p3o", "kl": "importance"}})
     assert told.rollout.top_logprobs == 0
     fewer = parse_config(MINIMAL | {"rollout": {"top_logprobs": 4}})
@@ -52,6 +57,41 @@ def test_toml_round_trip_is_exact() -> None:
         | {"seed": 5, "objective": {"name": "grpo", "clip_high": 0.28}, "run": {"name": "x"}}
     )
     assert parse_config(tomllib.loads(config.to_toml())) == config
+
+
+def test_a_choice_survives_toml_with_its_own_options_alone() -> None:
+    import tomllib
+
+    tree: dict[str, Any] = MINIMAL | {
+        "task": {
+            "name": "gsm8k",
+            "split": "test",
+            "exclude": ["a.jsonl"],
+            "curriculum": {"low": 0},
+        },
+        "advantage": {"name": "group_quantile", "quantile": 0.3},
+        "objective": {"name": "pact", "pull": 0.5, "kl": "k3"},
+        "reward": {"terms": [{"name": "format", "boxed": True, "weight": 0.5}]},
+        "evaluation": {"every": 2, "suite": ["aime24", {"name": "arithmetic", "level": 1}]},
+    }
+    config = parse_config(tree)
+    assert parse_config(tomllib.loads(config.to_toml())) == config
+    written = config.to_dict()
+    for table in ("task", "advantage", "objective", "reward", "evaluation"):
+        assert tree[table].items() <= written[table].items()
+    assert config.objective.build() == PACT(pull=0.5, kl="k3")
+
+
+def test_a_task_by_path_is_checked_where_it_is_built() -> None:
+    own = f"{Path(__file__).parent / 'own_task.py'}:Plain"
+    config = parse_config(MINIMAL | {"task": {"name": own, "first": 3}})
+    assert config.task.build(seed=0).prompt(0).text == "3+0="
+    # a configuration is also read where the module is not
+    parse_config(MINIMAL | {"task": {"name": "no_such_module:Task", "any": 1}})
+    for option, words in [("frist", "did you mean 'first'"), ("zzz", "its options are first")]:
+        wrong = parse_config(MINIMAL | {"task": {"name": own, option: 3}})
+        with pytest.raises(ValueError, match=words):
+            wrong.task.build(seed=0)
 
 
 def test_overrides_beat_the_file(tmp_path: Path) -> None:
@@ -89,22 +129,61 @@ def test_overrides_beat_the_file(tmp_path: Path) -> None:
         ({"training": {"zzz": 1}}, "Unknown key 'training.zzz': known are steps, passes"),
         ({"rollout": {"max_tokens": 0}}, "rollout.max_tokens = 0: input should be greater than"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature = 0"),
-        ({"rollout": {"samples_per_prompt": 1}}, "sample at least 2 samples a prompt"),
-        ({"advantage": {"name": "group_centered", "epsilon": 1.0}}, "advantage.epsilon"),
-        ({"advantage": {"quantile": 0.4}}, "advantage.quantile belongs to group_quantile only"),
+        ({"rollout": {"samples_per_prompt": 1}}, "set it to 2 or more"),
+        (
+            {"advantage": {"name": "group_centered", "epsilon": 1.0}},
+            "The advantage group_centered has no option 'epsilon'; it has no options.",
+        ),
+        (
+            {"advantage": {"name": "group_centred"}},
+            "There is no advantage 'group_centred' (did you mean 'group_centered'?)",
+        ),
+        ({"advantage": {"epsilon": "big"}}, "advantage.epsilon = 'big' must be a number"),
+        ({"advantage": {"epsilon": 0}}, "advantage.epsilon must be a number above 0, not 0"),
+        ({"advantage": {"quantile": 0.4}}, "group_standardized has no option 'quantile'"),
         (
             {"advantage": {"name": "group_quantile", "quantile": 1.0}},
-            "advantage.quantile = 1.0: input should be less than 1",
+            "advantage.quantile must be between 0 and 1, not 1",
         ),
         ({"objective": {"name": "ppo"}}, "There is no objective 'ppo'"),
         ({"objective": {"name": "p30"}}, "did you mean 'p3o'?"),
         ({"objective": {"name": "p3o", "clip_low": 0.2}}, "p3o has no option 'clip_low'"),
         ({"objective": {"name": "grpo", "clip_hihg": 0.2}}, "did you mean 'clip_high'?"),
-        ({"objective": {"name": "grpo", "clip_low": -1}}, "clip_low must be a number from 0 to 1"),
-        ({"rollout": {"top_logprobs": 0}}, "needs rollout.top_logprobs above 0"),
-        ({"training": {"policy_temperature": 0}}, "policy_temperature must be above 0"),
+        (
+            {"objective": {"name": "grpo", "clip_low": -1}},
+            "objective.clip_low must be a number from 0 to 1",
+        ),
+        (
+            {"rollout": {"top_logprobs": 0}, "objective": {"name": "pact", "kl": "top_k"}},
+            "requires rollout.top_logprobs above 0",
+        ),
+        ({"objective": {"kl": 3}}, "objective.kl = 3 must be a string"),
+        ({"objective": {"kl": "k4"}}, "objective.kl must be one of auto, importance"),
+        ({"objective": {"options": 3}}, "The objective p3o has no option 'options'"),
+        ({"task": {"name": "aritmetic"}}, "(did you mean 'arithmetic'?)"),
+        ({"task": {"name": "arithmetic", "levle": 1}}, "'levle' (did you mean 'level'?)"),
+        ({"task": {"name": "arithmetic", "level": "1"}}, "task.level = '1' must be an integer"),
+        ({"task": {"name": "arithmetic", "seed": 1}}, "The task arithmetic has no option 'seed'"),
+        (
+            {"task": {"name": "gsm8k", "curriculum": {"lo": 0}}},
+            "The table task.curriculum has no option 'lo' (did you mean 'low'?)",
+        ),
+        ({"task": {"name": "mixture"}}, "The task mixture needs the option parts: set task.parts"),
+        (
+            {"evaluation": {"every": 1, "suite": [{"name": "arithmetic", "levle": 1}]}},
+            "The task arithmetic has no option 'levle' (did you mean 'level'?)",
+        ),
+        (
+            {"evaluation": {"every": 1, "suite": [{"name": "x.jsonl", "templat": "plain"}]}},
+            "The task file has no option 'templat' (did you mean 'template'?)",
+        ),
+        (
+            {"reward": {"terms": [{"name": "math", "decimls": 2}]}},
+            "The reward term math has no option 'decimls' (did you mean 'decimals'?)",
+        ),
+        ({"training": {"policy_temperature": 0}}, "training.policy_temperature must be above 0"),
         ({"training": {"policy_temperature": "hot"}}, "policy_temperature"),
-        ({"training": {"betas": [0.9, 1.0]}}, "betas must be two numbers"),
+        ({"training": {"betas": [0.9, 1.0]}}, "training.betas must be two numbers"),
         ({"training": {"mini_batches": 1000}}, "training.mini_batches = 1000 is more than the 256"),
         ({"seed": "x"}, 'seed = "x"'),
         ({"objective": "grpo"}, "objective is a table: set objective.name"),
@@ -187,10 +266,10 @@ def test_second_policies_survive_toml_and_overrides(tmp_path: Path) -> None:
     replaced = load_config(file, ['--rollout.policies=[{model = "w", share = 0.25}]'])
     assert [policy.model for policy in replaced.rollout.policies] == ["w"]
     for override, words in [
-        ("--rollout.policies.3.share=0.5", "rollout.policies is a list of 3 so far"),
-        ("--rollout.policies.share=0.5", "name one by its number from 0"),
+        ("--rollout.policies.3.share=0.5", "rollout.policies is a list of 3 tables"),
+        ("--rollout.policies.share=0.5", "name one by its index from 0"),
         ("--rollout.policies.0=0.5", "and a key of it"),
-        ("--rollout.policies.x.share=0.5", "name one by its number from 0"),
+        ("--rollout.policies.x.share=0.5", "name one by its index from 0"),
         ("--rollout.policies.0.share.x=1", "it is a value"),
     ]:
         with pytest.raises(ConfigError, match=words):
@@ -232,7 +311,7 @@ def leaf_fields(model: Any, prefix: str = "") -> list[str]:
     names = []
     for name, field in model.model_fields.items():
         inner = next(iter(get_args(field.annotation)), field.annotation)
-        if hasattr(inner, "model_fields") and inner.__name__ != "NamedOptions":
+        if hasattr(inner, "model_fields"):
             names += leaf_fields(inner, f"{prefix}{name}.")
         else:
             names.append(f"{prefix}{name}")
@@ -240,13 +319,10 @@ def leaf_fields(model: Any, prefix: str = "") -> list[str]:
 
 
 def test_every_key_is_read_outside_the_configuration() -> None:
-    sources = [
-        path.read_text()
-        for path in (Path(__file__).parents[1] / "src").rglob("*.py")
-        if path.parent.name != "config"
-    ]
-    text = "\n".join(sources)
-    config_text = (Path(__file__).parents[1] / "src/trustbatch/config/__init__.py").read_text()
+    paths = list((Path(__file__).parents[1] / "src").rglob("*.py"))
+    tables = [path for path in paths if path.name == "config.py" or path.parent.name == "config"]
+    text = "\n".join(path.read_text() for path in paths if path not in tables)
+    config_text = "\n".join(path.read_text() for path in tables)
     for name in leaf_fields(Config):
         last = name.rpartition(".")[2]
         read_here = f"self.{name}" in config_text or f"self.{last}" in config_text

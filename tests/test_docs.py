@@ -1,19 +1,23 @@
 """The pages in docs/ agree with the code: keys, defaults, examples, quotations and links."""
 
+import inspect
 import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from trustbatch.config import Config, NamedOptions, parse_config
+from trustbatch.advantages import ADVANTAGES
+from trustbatch.config import Config, parse_config
 from trustbatch.objectives import OBJECTIVES
 from trustbatch.tasks import TASKS, Curriculum
+from trustbatch.tasks.config import TaskConfig
+from trustbatch.utils.options import option_names
+from trustbatch.utils.tables import Choice, Table, table_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -44,20 +48,23 @@ def run_block(path: Path, code: str, names: dict[str, Any]) -> None:
     exec(compile("\n" * lines_before + code, path, "exec"), names)
 
 
-def defaults_of_config(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Any]:
-    """Every dotted key of the configuration with its default."""
+def defaults_of_config(model: type[Table] = Config, prefix: str = "") -> Iterator[Any]:
+    """Every dotted key of the configuration with its default; not the options of choices."""
     for name, field in model.model_fields.items():
-        # a list of tables is annotated as tuple[Table, ...], and documented as a table
-        kind = next(iter(get_args(field.annotation)), field.annotation)
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            if kind is NamedOptions:
-                named = field.default is not PydanticUndefined
-                yield f"{prefix}{name}.name", field.default.name if named else REQUIRED
-            else:
-                yield from defaults_of_config(kind, f"{prefix}{name}.")
-        else:
+        # a list of tables is documented as a table
+        table = table_of(field.annotation)
+        if table is not None and f"{prefix}{name}" != "evaluation.suite":
+            yield from defaults_of_config(table, f"{prefix}{name}.")
+        elif not (issubclass(model, Choice) and name == "options"):
             required = field.default is PydanticUndefined
             yield f"{prefix}{name}", REQUIRED if required else field.default
+
+
+def defaults_of_advantages() -> Iterator[Any]:
+    for function in ADVANTAGES.values():
+        parameters = inspect.signature(function).parameters
+        for option in option_names(function, hidden=("rewards",)):
+            yield f"advantage.{option}", parameters[option].default
 
 
 def defaults_of_tasks() -> Iterator[Any]:
@@ -84,7 +91,8 @@ def defaults_in_tables(path: Path, *, column: int) -> dict[str, Any]:
 
 
 def test_the_configuration_page_has_every_key_with_its_default() -> None:
-    expected = {**dict(defaults_of_config()), **dict(defaults_of_tasks())}
+    sources = (defaults_of_config(), defaults_of_tasks(), defaults_of_advantages())
+    expected = {key: default for source in sources for key, default in source}
     expected = {k: list(v) if isinstance(v, tuple) else v for k, v in expected.items()}
     assert defaults_in_tables(DOCS / "configuration.md", column=1) == expected
 
@@ -121,11 +129,10 @@ def test_toml_blocks_are_valid_configurations(path: Path) -> None:
         tree.setdefault("model", {"name": "some-model"})
         tree.setdefault("task", {"name": "arithmetic"})
         config = parse_config(tree)
-        # the task's own options are checked when it is built, which needs its files
-        for table in [config.task.model_dump(), *config.task.options.get("parts", [])]:
-            if ":" not in table["name"]:  # else the class is the reader's own
-                known = {field.name for field in fields(TASKS[table["name"]]) if field.init}
-                assert table.keys() <= known | {"curriculum", "weight"}
+        # the parts of a mixture are checked when it is built, which needs their files
+        for part in config.task.options.get("parts", []):
+            own = {key: part[key] for key in part if key not in ("name", "weight", "label")}
+            TaskConfig.model_validate({"name": part["name"], **own})
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

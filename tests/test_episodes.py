@@ -410,7 +410,10 @@ def test_metrics_of_episodes_by_hand(policy: Policy) -> None:
 
 
 def test_max_turns_reaches_the_run(tiny_folder: Path, tmp_path: Path) -> None:
-    assert parse_config({"model": {"name": "m"}, "task": {"name": "t"}}).rollout.max_turns == 8
+    assert (
+        parse_config({"model": {"name": "m"}, "task": {"name": "arithmetic"}}).rollout.max_turns
+        == 8
+    )
     for max_turns in (1, 3):
         trustbatch.train(
             model={"name": str(tiny_folder), "device": "cpu"},

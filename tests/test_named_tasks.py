@@ -425,7 +425,7 @@ def test_a_task_can_be_named_by_its_path() -> None:
             {"frist": 1},
             r"'frist' \(did you mean 'first'\?\); its options are first",
         ),
-        (f"{OWN}:MADE", {"first": 1}, "it has none"),
+        (f"{OWN}:MADE", {"first": 1}, "it has no options"),
         ("no_such_module:Task", {}, "No module named 'no_such_module'.*: fix it"),
         ("no_such_file.py:Task", {}, "no_such_file.py does not exist"),
     ]:

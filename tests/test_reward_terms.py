@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from trustbatch.config import RewardConfig, parse_config
+from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
+from trustbatch.rewards.config import RewardConfig
 from trustbatch.rewards.terms import FormatTerm, HttpTerm, OverlongTerm, Sample, build_term
 from trustbatch.types import GradeStatus, Prompt
 
@@ -62,10 +63,10 @@ def test_overlong_is_the_penalty_of_dapo() -> None:
     [
         ("maths", {}, "no reward term 'maths' .did you mean 'math'"),
         ("format", {"boxd": True}, "no option 'boxd' .did you mean 'boxed'"),
-        ("task", {"task": 1}, "its options are none"),
-        ("overlong", {"buffer": "long"}, r"overlong\.buffer: input should be a valid integer"),
-        ("overlong", {}, r"overlong\.buffer: "),
-        ("function", {}, r"function\.path: "),
+        ("task", {"task": 1}, "it has no options"),
+        ("overlong", {"buffer": "long"}, r"overlong\.buffer = 'long' must be an integer"),
+        ("overlong", {}, r"needs the option buffer: set overlong\.buffer"),
+        ("function", {}, r"needs the option path: set function\.path"),
     ],
 )
 def test_wrong_names_and_options_are_refused_with_the_configuration(

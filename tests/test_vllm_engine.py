@@ -24,12 +24,13 @@ from tests.training_cases import policy_logp
 
 from trustbatch.api import train_config
 from trustbatch.batching.sequences import to_sequences
-from trustbatch.config import VllmConfig, parse_config
+from trustbatch.config import parse_config
 from trustbatch.errors import DeadEngineError, EngineError
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.rollout.vllm.client import VllmClient
+from trustbatch.rollout.vllm.config import VllmConfig
 from trustbatch.rollout.vllm.engine import VllmEngine
 from trustbatch.rollout.vllm.requests import HostSettings, SampleRequest
 from trustbatch.training.canary import Canary
@@ -432,7 +433,7 @@ from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_vllm_engine import LONG_PROMPT, SMALL, ask, largest_difference, load, perturb
-from trustbatch.config import VllmConfig
+from trustbatch.rollout.vllm.config import VllmConfig
 from trustbatch.rollout.vllm.engine import VllmEngine
 policy = load(Path(sys.argv[1]))
 config = VllmConfig(**SMALL, tensor_parallel=2)

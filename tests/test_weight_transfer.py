@@ -192,7 +192,7 @@ def test_killed_engines_get_what_they_need_and_the_run_is_the_same(
     expected = run(tiny_folder, tmp_path / "sync", rollout={"lag": 1}, **length)
     plan = [(2, "EngineActor", 2)]
     killer = kill_meanwhile(tmp_path / "async" / "run", plan)
-    cluster = {"engines": 2, "max_lag": 1, "weight_transfer": "direct"}
+    cluster = {"engines": 2, "max_lag": 1, "weight_transfer": "process_group"}
     actual = run(tiny_folder, tmp_path / "async", cluster=cluster, **length)
     killer.join()
     assert_same(actual, expected)
@@ -209,13 +209,13 @@ def test_killed_engines_get_what_they_need_and_the_run_is_the_same(
     [
         ("auto", "cpu", 1, 0, 0, "shared_memory"),
         ("auto", "auto", 1, 0, 0, "shared_memory"),
-        ("direct", "cpu", 1, 0, 0, "direct"),
+        ("process_group", "cpu", 1, 0, 0, "process_group"),
         ("auto", "cpu", 1, 4, 4, "shared_memory"),
         ("auto", "auto", 1, 1, 1, "shared_memory"),  # the trainer's own
-        ("direct", "cuda", 1, 1, 1, "shared_memory"),
-        ("auto", "cuda", 1, 1, 2, "direct"),  # the trainer has kept the other one
-        ("auto", "cuda", 1, 8, 1, "direct"),  # of other machines
-        ("auto", "cuda", 6, 8, 1, "direct"),  # Ray shows a trainer its own only
+        ("process_group", "cuda", 1, 1, 1, "shared_memory"),
+        ("auto", "cuda", 1, 1, 2, "process_group"),  # the trainer has kept the other one
+        ("auto", "cuda", 1, 8, 1, "process_group"),  # of other machines
+        ("auto", "cuda", 6, 8, 1, "process_group"),  # Ray shows a trainer its own only
         ("shared_memory", "cuda", 6, 8, 1, "shared_memory"),
         ("disk", "cuda", 6, 8, 1, "disk"),
     ],
@@ -241,12 +241,16 @@ def test_auto_is_direct_between_gpus_only(
     }
     found = transfer_method(parse_config(tree), ray_gpus=ray_gpus, gpu_memory=80 * 2.0**30)
     assert found == method
-    assert ("share the only GPU" in caplog.text) == (asked == "direct" != method)
+    assert ("share the only GPU" in caplog.text) == (asked == "process_group" != method)
 
 
 @pytest.mark.parametrize(
     ("asked", "share", "method"),
-    [("auto", 0.19, "direct"), ("auto", 0.21, "shared_memory"), ("direct", 0.21, "direct")],
+    [
+        ("auto", 0.19, "process_group"),
+        ("auto", 0.21, "shared_memory"),
+        ("process_group", 0.21, "process_group"),
+    ],
 )
 def test_auto_is_direct_where_the_versions_leave_room(
     asked: str, share: float, method: str, tiny_folder: Path

@@ -150,11 +150,12 @@ def _named(value: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe(task: Task) -> dict[str, Any]:
-    """Record of a task given as an object: its name, and its plain fields where it has any."""
+    """Record of a task given as an object: the path of its class, and its plain fields."""
     described: dict[str, Any] = {}
     if dataclasses.is_dataclass(task):
         for field in dataclasses.fields(task):
             value = getattr(task, field.name)
             if isinstance(value, str | int | float | bool):
                 described[field.name] = value
-    return described | {"name": task.name}
+    kind = type(task)
+    return described | {"name": f"{kind.__module__}:{kind.__qualname__}"}

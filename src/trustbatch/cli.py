@@ -232,8 +232,9 @@ def _gib(text: str) -> float:
 def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.build.session import configured_task
     from trustbatch.config import load_config
-    from trustbatch.config.resume import refuse_changed_config
+    from trustbatch.config.resume import check_resumable
     from trustbatch.evaluation.in_training import configured_suite
+    from trustbatch.observe.run_folder import RunFolder
     from trustbatch.plan import describe_plan
     from trustbatch.plan.hardware import find_hardware, has_gpu
     from trustbatch.plan.memory import GIB
@@ -257,7 +258,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         task = fit_task(task, encode, say=LiveLine().show)
     if config.rollout.engine == "vllm" and not is_elsewhere:
         require_vllm()
-    refuse_changed_config(config)
+    check_resumable(config, RunFolder(config.run, config.to_toml()))
     if config.reward.terms:
         scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
         with contextlib.closing(scorer):

@@ -16,7 +16,6 @@ import torch
 from tests.shared_data import shared_data
 
 from trustbatch.cli import main
-from trustbatch.config import RolloutConfig
 from trustbatch.evaluation import evaluate
 from trustbatch.evaluation.models import short_names
 from trustbatch.evaluation.sampling import sample_records
@@ -25,6 +24,7 @@ from trustbatch.evaluation.suite import TaskChoice, load_suite
 from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
+from trustbatch.rollout.config import RolloutConfig
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import build_task
 from trustbatch.types import Completion, GenerationRequest
@@ -270,7 +270,7 @@ def test_short_names_of_models_are_unique() -> None:
         (["--suite", "arithmetic", "--template", "x"], "--template requires a file in --task"),
         (["--suite", "arithmetic,arithmetic"], "two tasks named 'arithmetic'"),
         (["--training.steps=3"], "'--training.steps=3' is not an option of eval"),
-        (["--rollout.vllm.sleep=true"], 'only with rollout.engine = "vllm"'),
+        (["--rollout.vllm.sleep=true"], 'requires rollout.engine = "vllm"'),
     ],
 )
 def test_what_can_not_be_evaluated_is_refused(

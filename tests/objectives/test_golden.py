@@ -246,7 +246,7 @@ def test_two_anchor_by_hand() -> None:
     tokens = two_anchor_example()
     importance = 3 * (log(3) - 1) + 1 + log(62 / 57) - 1 + 57 / 62
     expected = -0.4 * log(3) + 0.1 * importance
-    assert loss_of("two_anchor", tokens) == pytest.approx(expected, abs=1e-12)
+    assert loss_of("two_anchor", tokens, kl="importance") == pytest.approx(expected, abs=1e-12)
     # k3: log 3 + 1/3 - 1 and log(62/57) + 57/62 - 1
     k3 = log(3) + 1 / 3 - 1 + log(62 / 57) + 57 / 62 - 1
     expected = -0.4 * log(3) + 0.1 * k3
@@ -255,6 +255,7 @@ def test_two_anchor_by_hand() -> None:
     top_k = log(3) / 2 + 0.25 * log(62 / 57) + 0.75 * log(186 / 191)
     expected = -0.4 * log(3) + 0.1 * top_k
     assert loss_of("two_anchor", tokens, kl="top_k") == pytest.approx(expected, abs=1e-12)
+    assert loss_of("two_anchor", tokens) == pytest.approx(expected, abs=1e-12)  # they are given
 
 
 def test_two_anchor_by_hand_caps_with_the_smaller_trust() -> None:

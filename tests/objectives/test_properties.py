@@ -295,7 +295,7 @@ def test_two_anchor_on_policy_to_behavior_pulls_toward_the_proximal_only() -> No
     # gradient: (-e A + (1 - e) x) / N with x = logp - proximal
     tokens = oracle.random_tokens(36, [4, 6], proximal_spread=1.0)
     tokens = replace(tokens, behavior_logp=tokens.logp)
-    batch, _ = run("two_anchor", tokens)
+    batch, _ = run("two_anchor", tokens, kl="importance")
     x = tokens.logp - tokens.proximal_logp
     e = oracle.normalized_ess(x)
     assert e < 0.95

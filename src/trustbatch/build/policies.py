@@ -66,7 +66,7 @@ def shard_over_ranks(config: Config, policy: Policy, reference: Policy | None) -
 
 def load_reference(config: Config, policy: Policy) -> Policy | None:
     """Load the frozen reference where the objective asks for one."""
-    if not config.build_objective().reference_kl_coef:
+    if not config.objective.build().reference_kl_coef:
         return None
     name = config.training.reference_model or config.model.name
     if policy.adapters is not None and name == config.model.name:

@@ -15,7 +15,7 @@ from trustbatch.checkpoints.load import newest_checkpoint, restore
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.checkpoints.save import Checkpointer
 from trustbatch.config import Config
-from trustbatch.config.resume import refuse_changed_config
+from trustbatch.config.resume import check_resumable
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_suite
 from trustbatch.evaluation.suite import EvaluatedTask
@@ -25,7 +25,7 @@ from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.rewards import GroupScorer, Scorer, SharedScorer
 from trustbatch.rollout.engine import Engines
-from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
+from trustbatch.tasks import LearningTask, Task, fit_task, without_overlap
 from trustbatch.training.canary import NUM_PROMPTS, Canary, CanaryRecorder
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
@@ -49,13 +49,9 @@ def build_session(config: Config, task: Task | None = None) -> Session:
     suite = configured_suite(config.evaluation)
     task = without_overlap(task, [each.task for each in suite])
     own_scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
-    refuse_changed_config(config)
-    folder_of_rank = RunFolder if this_rank() == 0 else ReadOnlyRunFolder
-    run = folder_of_rank(
-        config.run.path,
-        config_toml=config.to_toml(),
-        rollouts_logged=config.run.rollouts_logged,
-    )
+    open_folder = RunFolder if this_rank() == 0 else ReadOnlyRunFolder
+    run = open_folder(config.run, config.to_toml())
+    check_resumable(config, run)
     checkpoint = newest_checkpoint(run.checkpoints)
     policy = load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
     replica = _build_replica(config, policy)
@@ -84,7 +80,7 @@ def build_source(session: Session) -> BatchSource:
 def configured_task(config: Config) -> Task:
     """Build the task that [task] describes."""
     try:
-        return build_task(config.task.name, seed=config.seed, **config.task.options)
+        return config.task.build(seed=config.seed)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"[task] can't be used: {error}") from error
 
@@ -118,7 +114,7 @@ def _build_trainer(config: Config, policy: Policy) -> Trainer:
         shard_over_ranks(config, policy, reference)
     return Trainer(
         policy,
-        config.build_objective(),
+        config.objective.build(),
         config.training,
         policy_temperature=config.policy_temperature,
         seed=config.seed,

@@ -27,7 +27,7 @@ def open_publisher(config: Config) -> Publisher:
     method = transfer_method(config, ray_gpus=ray_gpus, gpu_memory=_gpu_memory())
     if method == "disk":
         return DiskPublisher(weights_folder(config))
-    if method == "direct":
+    if method == "process_group":
         return DirectPublisher(seconds=cluster.transfer_seconds, dtype=engine_dtype(config))
     return SharedMemoryPublisher()
 
@@ -46,7 +46,7 @@ def weights_folder(config: Config) -> Path:
 
 
 def transfer_method(config: Config, *, ray_gpus: float, gpu_memory: float) -> str:
-    """Return "direct", "shared_memory" or "disk".
+    """Return "process_group", "shared_memory" or "disk".
 
     For a Ray that has so many GPUs to give, and a first trainer whose GPU has so many bytes.
     """
@@ -56,10 +56,10 @@ def transfer_method(config: Config, *, ray_gpus: float, gpu_memory: float) -> st
     if asked in ("shared_memory", "disk"):
         return asked
     if config.model.device == "cpu" or not ray_gpus:
-        return "direct" if asked == "direct" else "shared_memory"
+        return "process_group" if asked == "process_group" else "shared_memory"
     # of several GPUs, a single trainer has kept one to itself, and several are given theirs by Ray
     if cluster.trainers == ray_gpus == torch.cuda.device_count() == 1:
-        if asked == "direct":
+        if asked == "process_group":
             logger.warning(
                 "Engines and trainer share the only GPU, where NCCL can't tell them apart: weights "
                 'go through shared memory; set cluster.weight_transfer to "auto".'
@@ -68,7 +68,7 @@ def transfer_method(config: Config, *, ray_gpus: float, gpu_memory: float) -> st
     outline = ModelOutline.read(config.model.name, trust_remote_code=config.model.trust_remote_code)
     num_bytes = published_bytes(config, outline.num_parameters)
     if keeps_published_on_gpu(config, num_bytes, gpu_memory=gpu_memory):
-        return "direct"
+        return "process_group"
     return "shared_memory"
 
 

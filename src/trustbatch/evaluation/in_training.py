@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trustbatch.config import Config, EvaluationConfig
+from trustbatch.config import Config
+from trustbatch.config.evaluation import EvaluationConfig
 from trustbatch.evaluation.folder import EvaluationFolder
 from trustbatch.evaluation.results import ProblemOutcome, score_tasks
 from trustbatch.evaluation.sampling import EvaluationProgress, sample_records
@@ -142,10 +143,7 @@ def configured_suite(table: EvaluationConfig) -> list[EvaluatedTask]:
     """Load the tasks of [evaluation]; none if evaluation is off."""
     if not table.every:
         return []
-    choices = [
-        TaskChoice(entry) if isinstance(entry, str) else TaskChoice(entry.name, entry.options)
-        for entry in table.suite
-    ]
+    choices = [TaskChoice(entry.name, entry.options) for entry in table.suite]
     return load_suite(choices, data=table.data, limit=table.limit, num_endless=table.prompts)
 
 

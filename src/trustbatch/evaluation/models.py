@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trustbatch.checkpoints.load import newest_checkpoint
-from trustbatch.config import Config, ModelConfig
+from trustbatch.config import Config
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.suite import EvaluatedTask
+from trustbatch.models.config import ModelConfig
 from trustbatch.models.policy import Policy
 
 LoadModel = Callable[[Config], Policy]

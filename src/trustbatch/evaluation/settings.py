@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from trustbatch.config import apply_override
 from trustbatch.errors import ConfigError
-from trustbatch.evaluation.suite import FILE_ENDINGS, EvaluatedTask, TaskChoice, digest, load_suite
+from trustbatch.evaluation.suite import EvaluatedTask, TaskChoice, digest, load_suite
 from trustbatch.tasks.base import is_environment
+from trustbatch.tasks.benchmarks import FILE_ENDINGS
 from trustbatch.types import SamplingParams
 
 if TYPE_CHECKING:
-    from trustbatch.config import RolloutConfig
     from trustbatch.models.policy import Policy
+    from trustbatch.rollout.config import RolloutConfig
 
 ENGINE_KEYS = ("rollout.max_sequences", "rollout.precision")
 GRADER_KEYS = ("reward.workers", "reward.time_limit", "reward.memory_limit_gib")

@@ -11,6 +11,7 @@ from typing import Any
 from trustbatch.errors import ConfigError
 from trustbatch.tasks import TASKS, Task, build_task
 from trustbatch.tasks.base import ProblemSet
+from trustbatch.tasks.benchmarks import FILE_ENDINGS
 from trustbatch.tasks.data_files import NotFetchedError
 from trustbatch.types import Prompt
 
@@ -18,7 +19,6 @@ PROBLEM_SEED = 1_000_003
 """seed of endless tasks, different from the usual seeds of training runs"""
 NUM_ENDLESS = 256
 """default number of problems of an endless task"""
-FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 DATA_FILES = {
     "amo_bench": "amo_bench_p",
     "countdown": "countdown_test",

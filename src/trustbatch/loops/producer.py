@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from trustbatch.checkpoints.loop_state import LoopState
-from trustbatch.config import ClusterConfig, Config
+from trustbatch.config import Config
+from trustbatch.config.cluster import ClusterConfig
 from trustbatch.errors import EngineError
 from trustbatch.loops.generate import BatchGenerator
 from trustbatch.loops.session import Session

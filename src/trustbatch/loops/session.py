@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trustbatch.advantages import ADVANTAGES
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.checkpoints.save import Checkpointer
 from trustbatch.config import Config
@@ -42,8 +41,7 @@ class Session:
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Return the advantages [groups, samples] of rewards, as [advantage] says."""
-        advantage = self.config.advantage
-        return ADVANTAGES[advantage.name](rewards, **advantage.options)
+        return self.config.advantage.build()(rewards)
 
     @contextmanager
     def engine_asleep(self) -> Iterator[None]:

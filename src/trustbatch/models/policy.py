@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
-from trustbatch.config import LoraConfig
 from trustbatch.errors import ConfigError
+from trustbatch.models.config import LoraConfig
 from trustbatch.models.loading import default_precision, load_model, quiet_bars, resolve_device
 from trustbatch.models.lora import Adapters
 from trustbatch.models.packing.attention import no_mask

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from trustbatch.errors import CheckpointError
+from trustbatch.observe.config import RunConfig
 from trustbatch.observe.status import NoStatusFile, StatusFile
 from trustbatch.rollout.records import readable_record
 from trustbatch.types import RolloutGroup
@@ -25,13 +26,19 @@ from trustbatch.utils.files import lock_folder, write_atomically
 class RunFolder:
     """The files of a run, in `runs/NAME/`."""
 
-    def __init__(self, path: Path, *, config_toml: str, rollouts_logged: int) -> None:
-        """`rollouts_logged` is the number of completions that are written per step."""
-        self.path = path
-        self.config_toml = config_toml
-        self.rollouts_logged = rollouts_logged
+    def __init__(self, table: RunConfig, resolved: str) -> None:
+        self.table = table
+        self.resolved = resolved
+        """the whole configuration, as TOML"""
+        self.path = table.path
         self.checkpoints = self.path / "checkpoints"
         self.status = StatusFile(self.path)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether a step was trained: what a failed start left behind binds nobody."""
+        has_steps = any(line["step"] > 0 for line in read_metrics(self.path))
+        return has_steps or any(self.checkpoints.glob("step-*"))
 
     def start(self, step: int) -> None:
         """Start or resume after `step`: delete what a killed run wrote beyond it."""
@@ -41,7 +48,7 @@ class RunFolder:
             in_use=f"Another process is training in {self.path}: wait for it, or choose another "
             "run.name.",
         )
-        write_atomically(self.path / "config.toml", self.config_toml)
+        write_atomically(self.path / "config.toml", self.resolved)
         environment = json.dumps(describe_environment(), indent=2)
         write_atomically(self.path / "environment.json", environment + "\n")
         (self.path / "rollouts").mkdir(exist_ok=True)
@@ -75,7 +82,7 @@ class RunFolder:
             for number, group in enumerate(groups)
             for sample in range(len(group.completions))
         ]
-        lines = [json.dumps(row) + "\n" for row in rows[: self.rollouts_logged]]
+        lines = [json.dumps(row) + "\n" for row in rows[: self.table.rollouts_logged]]
         (self.path / "rollouts" / f"step-{step:06d}.jsonl").write_text(
             "".join(lines), encoding="utf-8"
         )
@@ -107,9 +114,9 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 class ReadOnlyRunFolder(RunFolder):
     """The run folder on ranks other than rank 0, which write nothing."""
 
-    def __init__(self, path: Path, *, config_toml: str, rollouts_logged: int) -> None:
-        super().__init__(path, config_toml=config_toml, rollouts_logged=rollouts_logged)
-        self.status = NoStatusFile(path)
+    def __init__(self, table: RunConfig, resolved: str) -> None:
+        super().__init__(table, resolved)
+        self.status = NoStatusFile(self.path)
 
     def start(self, step: int) -> None:
         """Rank 0 does it."""

@@ -135,7 +135,7 @@ def _share(number: int) -> float:
 
 
 MAX_PUBLISHED_SHARE = 0.2
-"""of the first trainer's GPU memory, unless cluster.weight_transfer = "direct" is set"""
+"""of the first trainer's GPU memory, unless cluster.weight_transfer = "process_group" is set"""
 
 
 def published_bytes(config: Config, num_parameters: int) -> float:
@@ -156,4 +156,4 @@ def keeps_published_on_gpu(config: Config, num_bytes: float, *, gpu_memory: floa
     assert config.cluster is not None
     if config.cluster.weight_transfer == "auto":
         return num_bytes <= MAX_PUBLISHED_SHARE * gpu_memory
-    return config.cluster.weight_transfer == "direct"
+    return config.cluster.weight_transfer == "process_group"

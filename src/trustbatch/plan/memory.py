@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from trustbatch.config import ALL_LINEAR, Config, LoraConfig
+from trustbatch.config import Config
+from trustbatch.models.config import ALL_LINEAR, LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,8 @@ class Setting:
             cpu_offload=training.cpu_offload,
             lora=None if lora is None else Lora.of(lora),
             vllm_sleeps=config.rollout.vllm.sleep,
-            direct_transfer=cluster is not None and cluster.weight_transfer in ("auto", "direct"),
+            direct_transfer=cluster is not None
+            and cluster.weight_transfer in ("auto", "process_group"),
         )
 
     @property

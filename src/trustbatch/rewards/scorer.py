@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trustbatch.config import RewardConfig
 from trustbatch.errors import ConfigError, RewardError
+from trustbatch.rewards.config import RewardConfig
 from trustbatch.rewards.pool import GraderPool, NotPortable
 from trustbatch.rewards.terms import (
     BatchFunctionTerm,
@@ -27,7 +27,6 @@ from trustbatch.rewards.terms import (
     Sample,
     TaskTerm,
     Term,
-    build_term,
 )
 from trustbatch.rewards.worker import Outcome, describe, run_grader
 from trustbatch.tasks.base import Task
@@ -275,7 +274,7 @@ def _build_terms(task: Task, reward: RewardConfig, max_tokens: int | None) -> li
     found: list[_Weighted] = []
     for table in reward.terms:
         try:
-            term = build_term(table.name, table.options)
+            term = table.build()
             term.check(max_tokens=max_tokens)
         except ValueError as error:
             raise ConfigError(f"[[reward.terms]] can't be used: {error}") from error

@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from trustbatch.errors import did_you_mean
 from trustbatch.math_grading.extract import last_box
 from trustbatch.math_grading.grade import grade_math
 from trustbatch.math_grading.grade import prepare as prepare_math
@@ -25,6 +24,7 @@ from trustbatch.rewards.worker import MAX_REASON_LENGTH, Outcome
 from trustbatch.tasks.base import grade_completion
 from trustbatch.types import GradeStatus, Prompt, Turn
 from trustbatch.utils.imports import check_object_path, load_object
+from trustbatch.utils.options import check_options, find_entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,30 +360,11 @@ class PooledTerms:
         return {label: _finite(label, term.grade(sample)) for label, term in self.terms}
 
 
-def build_term(name: str, options: dict[str, Any]) -> Term | BatchTerm:
-    """Build a term by name; an unknown name or option is refused with the closest known one."""
-    if name not in TERMS:
-        raise ValueError(
-            f"There is no reward term {name!r}{did_you_mean(name, TERMS)}; choose one of "
-            f"{', '.join(TERMS)}."
-        )
-    known = [f for f in fields(TERMS[name]) if f.init and f.name != "task"]
-    for option in options:
-        if option not in [f.name for f in known]:
-            names = ", ".join(f.name for f in known) or "none"
-            hint = did_you_mean(option, [f.name for f in known])
-            raise ValueError(
-                f"The reward term {name} has no option {option!r}{hint}; its options are {names}."
-            )
-    from pydantic import TypeAdapter, ValidationError  # grading processes don't need it
-
-    try:
-        adapter: TypeAdapter[Any] = TypeAdapter(TERMS[name])
-        return adapter.validate_python(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in (name, *first["loc"][:1]))
-        raise ValueError(f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}.") from error
+def build_term(name: str, options: Mapping[str, Any]) -> Term | BatchTerm:
+    """Build a term by name; a wrong name or option is refused with the nearest right one."""
+    make = find_entry(TERMS, name, kind="reward term")
+    check_options(make, options, what=f"reward term {name}", table=name, hidden=("task",))
+    return make(**options)
 
 
 def default_label(name: str, options: Mapping[str, Any]) -> str:

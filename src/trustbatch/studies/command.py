@@ -14,7 +14,8 @@ from rich.table import Table
 
 from trustbatch.errors import ConfigError, did_you_mean
 from trustbatch.studies.definitions import DEFINITIONS
-from trustbatch.studies.study import Arm, Scale, Study, set_key
+from trustbatch.studies.study import Arm, Scale, Study
+from trustbatch.utils.tables import set_key
 
 if TYPE_CHECKING:  # they import torch, which --list does not need
     from trustbatch.studies.jobs import Job

@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 from trustbatch.tasks.data_files import HubDataset
 from trustbatch.tasks.problems import ProblemTask
 
+FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+"""a task name with such an ending is a file with problems"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileTask(ProblemTask):

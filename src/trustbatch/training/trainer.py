@@ -10,12 +10,12 @@ from torch import Tensor
 
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.batching.sequences import mini_batches
-from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import Objective, ObjectiveOutput, TokenBatch, Totals
 from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_steps, merge_metrics
 from trustbatch.training.activation_budget import ActivationBudget
+from trustbatch.training.config import TrainingConfig
 from trustbatch.training.layers import compile_layers, recompute_layers
 from trustbatch.training.logprobs import EntropyUse, token_logprobs
 from trustbatch.training.optimizer import (

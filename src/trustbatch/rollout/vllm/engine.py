@@ -14,11 +14,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from trustbatch.config import VllmConfig
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.sampling import sample_key
 from trustbatch.rollout.vllm.client import VllmClient
+from trustbatch.rollout.vllm.config import VllmConfig
 from trustbatch.rollout.vllm.requests import Host, HostSettings, SampleRequest, SampleResult
 from trustbatch.types import Completion, GenerationRequest, Provenance, SamplingParams
 from trustbatch.weight_sync.weight_chunks import (
@@ -190,7 +190,7 @@ class VllmEngine:
 
     def _build_sender(self) -> ParcelSender:
         dtype: torch.dtype = getattr(torch, self.dtype_name)
-        if self.weight_transfer == "direct":
+        if self.weight_transfer == "in_process":
             return DirectSender(dtype)
         if self.weight_transfer == "ipc":
             return IpcSender(dtype)
@@ -202,7 +202,7 @@ class VllmEngine:
         if self.config.weight_transfer != "auto":
             return self.config.weight_transfer
         if self.config.mode == "in_process":
-            return "direct"
+            return "in_process"
         sees_trainer = self.policy.device.type == "cuda" and self.config.devices is None
         return "ipc" if sees_trainer else "shared_memory"
 
