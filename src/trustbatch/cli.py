@@ -14,6 +14,7 @@ from rich.table import Table
 
 from trustbatch import __version__
 from trustbatch.errors import ConfigError, TrustbatchError
+from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_info, engine_names
 from trustbatch.studies.command import add_study_arguments
 
 SECONDS_FOR_RANK_ZERO = 20.0
@@ -124,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument(
         "--template", help="the prompt; {problem} is replaced (for the file of --task only)"
     )
-    evaluation.add_argument("--engine", choices=("native", "vllm"), default="native")
+    evaluation.add_argument("--engine", choices=engine_names(), default=DEFAULT_ENGINE)
     evaluation.add_argument(
         "--samples", type=_at_least_one, help="of each problem; default 16, at temperature 0: 1"
     )
@@ -212,7 +213,6 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.plan.memory import GIB
     from trustbatch.plan.prompts import prompt_encoder
     from trustbatch.rewards import Scorer
-    from trustbatch.rollout.vllm.engine import require_vllm
     from trustbatch.session import configured_task
     from trustbatch.tasks import fit_task, without_overlap
 
@@ -228,8 +228,8 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         )
     if (encode := prompt_encoder(config)) is not None:
         task = fit_task(task, encode, say=LiveLine().show)
-    if config.rollout.engine == "vllm" and not is_elsewhere:
-        require_vllm()
+    if not is_elsewhere:
+        engine_info(config.rollout.engine).require()
     RunFolder(config)  # refuses the folder of another run
     if config.reward.terms:
         scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)

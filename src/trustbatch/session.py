@@ -20,6 +20,7 @@ from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.rewards import Scorer
 from trustbatch.rewards.shared import GroupScorer, SharedScorer
 from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.rollout.registry import engine_info
 from trustbatch.rollout.shared_engine import SharedEngine
 from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
 from trustbatch.training.canary import NUM_PROMPTS, Canary
@@ -83,7 +84,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
 
     With several ranks all of them open it, each holds its part, and rank 0 writes the folder.
     """
-    if config.rollout.engine == "native":
+    if engine_info(config.rollout.engine).expandable_segments:
         enable_expandable_segments()
     if task is None:
         task = configured_task(config)
@@ -94,7 +95,8 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     checkpoint = newest_checkpoint(run.checkpoints)
     policy = _load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
     replica = None
-    if num_ranks() > 1 and config.rollout.engine == "native" and config.cluster is None:
+    one_per_rank = engine_info(config.rollout.engine).one_per_rank
+    if num_ranks() > 1 and one_per_rank and config.cluster is None:
         replica = policy.replica(
             rank_device(config.model.device), precision=config.rollout.precision
         )

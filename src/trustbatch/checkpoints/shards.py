@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from trustbatch.utils.chunks import chunks_by_size
 from trustbatch.utils.distributed import num_ranks, this_rank
 
 
@@ -70,7 +71,8 @@ def copy_pieces(tensors: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> li
 def write_pieces(pieces: Sequence[Piece], folder: Path, *, max_bytes: int) -> Iterator[Path]:
     """Write this rank's files, each of at most `max_bytes` or one tensor; yields those written."""
     prefix = f"rank-{this_rank() + 1:05d}-of-{num_ranks():05d}"
-    for number, part in enumerate(_split(pieces, max_bytes), start=1):
+    parts = chunks_by_size(pieces, size_of=lambda piece: piece.tensor.nbytes, max_size=max_bytes)
+    for number, part in enumerate(parts, start=1):
         path = folder / f"{prefix}-part-{number:05d}.safetensors"
         places = {piece.name: {"saved_offsets": piece.offsets} for piece in part}
         save_file(
@@ -123,16 +125,3 @@ def _is_ours(tensor: Tensor) -> bool:
         for number, placement in zip(coordinate, tensor.placements, strict=True)
         if placement.is_replicate()
     )
-
-
-def _split(pieces: Sequence[Piece], max_bytes: int) -> Iterator[list[Piece]]:
-    part: list[Piece] = []
-    num_bytes = 0
-    for piece in pieces:
-        if part and num_bytes + piece.tensor.nbytes > max_bytes:
-            yield part
-            part, num_bytes = [], 0
-        part.append(piece)
-        num_bytes += piece.tensor.nbytes
-    if part:
-        yield part

@@ -3,23 +3,25 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
 from torch import Tensor
 
-from trustbatch.cluster.publications import Publication
+from trustbatch.cluster.publishers import this_endpoint
 from trustbatch.config import Config
 from trustbatch.engines import Engines, open_engines
 from trustbatch.errors import DeadEngineError, EngineError
 from trustbatch.models.policy import Policy, default_precision, quiet_bars
-from trustbatch.rollout.native.engine import NativeEngine
+from trustbatch.rollout.engine import InFlightEngine
+from trustbatch.rollout.registry import engine_info
 from trustbatch.session import load_model
 from trustbatch.training.canary_reference import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
 from trustbatch.utils.cuda_memory import enable_expandable_segments
 from trustbatch.utils.distributed import rank_device
+from trustbatch.weight_sync.publications import Publication
 
 NOTHING_LOADED = -1
 OFFERS = "offers"
@@ -63,7 +65,7 @@ class EngineActor:
         """Load the model; not before someone waits, who then hears why that is impossible."""
         if self._engines is None:
             config = _undivided(_on_own_device(self._config))
-            if config.rollout.engine == "native":
+            if engine_info(config.rollout.engine).expandable_segments:
                 enable_expandable_segments()
             with quiet_bars():
                 policy = _load_policy(config)
@@ -93,14 +95,14 @@ class EngineActor:
     ) -> Sampled:
         """Sample from a version or the newest one offered, and from those offered meanwhile."""
         engines = self._ready()
-        assert isinstance(engines.trained, NativeEngine)
+        trained = cast(InFlightEngine, engines.trained)  # the configuration was checked
         self.offer(published)
         self.apply()
-        engines.trained.offers = self
+        trained.newer_weights = self
         try:
             return self._sampled(engines.all.generate(requests))
         finally:
-            engines.trained.offers = None
+            trained.newer_weights = None
 
     def offer(self, published: PublishedVersion) -> None:
         """Hear of a version, perhaps from another thread in the midst of `generate_in_flight`."""
@@ -130,7 +132,7 @@ class EngineActor:
             return
         self._served = NOTHING_LOADED  # a version that fails its check is never sampled from
         trained = self._engines.trained
-        trained.load_weights(published.weights.tensors(), published.version)
+        trained.load_weights(published.weights.tensors(this_endpoint()), published.version)
         if published.reference is not None:
             for name, value in published.reference.check(trained).items():
                 self._canary[name] = max(self._canary.get(name, 0.0), value)
@@ -163,8 +165,9 @@ def _on_own_device(config: Config) -> Config:
 
 
 def _load_policy(config: Config) -> Policy:
-    """Load the policy where the engine needs it: vLLM has a copy of its own on the GPU."""
-    if config.rollout.engine == "native" or rank_device(config.model.device).type == "cpu":
+    """Load the policy where the engine needs it: in host memory if the engine copies it."""
+    shares_parameters = engine_info(config.rollout.engine).shares_parameters
+    if shares_parameters or rank_device(config.model.device).type == "cpu":
         return load_model(config).freeze()
     precision = config.model.precision
     if precision == "auto":

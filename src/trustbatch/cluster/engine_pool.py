@@ -17,15 +17,15 @@ from trustbatch.cluster.engine_actor import (
     Sampled,
 )
 from trustbatch.cluster.placement import Places, machines
-from trustbatch.cluster.publications import Publication
-from trustbatch.cluster.transfer_method import open_publisher
+from trustbatch.cluster.publishers import open_publisher
 from trustbatch.config import ClusterConfig, Config
 from trustbatch.errors import EngineError
 from trustbatch.plan.demand import Demand
-from trustbatch.rollout.chunked_engine import parts_of
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.training.canary_reference import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
+from trustbatch.utils.chunks import chunks_of
+from trustbatch.weight_sync.publications import Publication
 
 
 class EnginePool:
@@ -102,14 +102,11 @@ class EnginePool:
         return _EnginePoolAt(self, version)
 
     def trained(self) -> RolloutEngine:
-        """Return the engine pool as an engine that samples from the newest version of the policy alone.
-
-        Second policies have no part in what the policy is judged by.
-        """
+        """Return an engine that samples from the newest version, without second policies."""
         return _EnginePoolAt(self, None, alone=True)
 
     def in_flight(self) -> RolloutEngine:
-        """Return the engine pool as an engine that always samples from the newest version there is."""
+        """Return an engine that always samples from the newest version there is."""
         assert self.cluster.in_flight
         return _EnginePoolInFlight(self)
 
@@ -151,7 +148,7 @@ class EnginePool:
 
     def _deal(self, requests: Sequence[GenerationRequest], work: Work) -> list[Completion]:
         share = -(-len(requests) // self.cluster.engines)
-        chunks = parts_of(requests, self.config.rollout.prompts_per_call or share)
+        chunks = chunks_of(requests, self.config.rollout.prompts_per_call or share)
         sampled = self.pool.run(chunks, work, self._note)
         return [completion for part in sampled for completion in part.completions]
 

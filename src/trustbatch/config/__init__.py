@@ -18,6 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from trustbatch.errors import ConfigError
 from trustbatch.objectives import Objective, build_objective
 from trustbatch.rewards.terms import build_term, default_label
+from trustbatch.rollout.registry import (
+    DEFAULT_ENGINE,
+    engine_info,
+    engine_names,
+    engine_tables,
+)
 
 DEFAULT_TOP_LOGPROBS = 16
 MAX_TURNS = 8
@@ -156,7 +162,7 @@ class VllmConfig(_Table):
 class RolloutConfig(_Table):
     """[rollout]: how completions are sampled."""
 
-    engine: Literal["native", "vllm"] = "native"
+    engine: str = DEFAULT_ENGINE
     prompts_per_step: int = Field(default=32, ge=1)
     samples_per_prompt: int = Field(default=8, ge=1)
     max_tokens: int = Field(default=256, ge=1)
@@ -203,12 +209,22 @@ class RolloutConfig(_Table):
                 raise ValueError(
                     f"rollout.policies has two called {name!r}: give each a name of its own"
                 )
-        if self.engine != "vllm" and self.vllm != VllmConfig():
-            raise ValueError(
-                f'rollout.vllm is of use only with rollout.engine = "vllm", not "{self.engine}": '
-                "set that, or remove the table"
-            )
+        for engine, name in engine_tables().items():
+            table = getattr(self, name)
+            if engine != self.engine and table != type(table)():
+                raise ValueError(
+                    f'rollout.{name} only applies with rollout.engine = "{engine}", not '
+                    f'"{self.engine}": set that, or remove the table'
+                )
         return self
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, value: str) -> str:
+        if value not in engine_names():
+            known = " or ".join(f'"{name}"' for name in engine_names())
+            raise ValueError(f"rollout.engine = {value!r} is not known: set it to {known}")
+        return value
 
 
 class RewardTermConfig(NamedOptions):
@@ -519,10 +535,11 @@ class Config(_Table):
         return self
 
     def _check_in_flight(self, cluster: ClusterConfig) -> None:
-        if self.rollout.engine != "native":
+        if not engine_info(self.rollout.engine).supports_in_flight:
+            able = [f'"{name}"' for name in engine_names() if engine_info(name).supports_in_flight]
             raise ValueError(
                 f'cluster.in_flight is not available with rollout.engine = "{self.rollout.engine}":'
-                ' set that to "native", or remove cluster.in_flight'
+                f" set that to {' or '.join(able)}, or remove cluster.in_flight"
             )
         least = cluster.reuse * (2 if self.rollout.dynamic_sampling else 1)
         if cluster.max_lag < least:
@@ -576,14 +593,15 @@ class Config(_Table):
         """Every update, but seldom for an engine on the trainer's own parameters: none is sent."""
         if self.rollout.canary_every is not None:
             return self.rollout.canary_every
-        shares_parameters = self.rollout.engine == "native" and self.cluster is None
-        return SHARED_CANARY_EVERY if shares_parameters else 1
+        shares_parameters = engine_info(self.rollout.engine).shares_parameters
+        return SHARED_CANARY_EVERY if shares_parameters and self.cluster is None else 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved tree; keys without a value or an effect are left out."""
         tree = self.model_dump(exclude_none=True, mode="json")
-        if self.rollout.engine != "vllm":
-            del tree["rollout"]["vllm"]
+        for engine, table in engine_tables().items():
+            if engine != self.rollout.engine:
+                del tree["rollout"][table]
         if not self.evaluation.every:
             del tree["evaluation"]
         return tree

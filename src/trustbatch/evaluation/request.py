@@ -10,12 +10,12 @@ from trustbatch.errors import ConfigError
 from trustbatch.evaluation.run import Evaluation
 from trustbatch.evaluation.settings import SamplingSettings
 from trustbatch.evaluation.suite import FILE_ENDINGS, TaskChoice, load_suite
+from trustbatch.rollout import registry
 
 DEFAULT = SamplingSettings()
 ENGINE_KEYS = ("rollout.max_sequences", "rollout.precision")
 GRADER_KEYS = ("reward.workers", "reward.time_limit", "reward.memory_limit_gib")
 SINGLE_KEYS = ENGINE_KEYS + GRADER_KEYS
-ENGINE_TABLES = ("model.", "rollout.vllm.")
 
 
 def requested_evaluation(options: argparse.Namespace, overrides: Sequence[str]) -> Evaluation:
@@ -66,15 +66,17 @@ def _num_samples(options: argparse.Namespace) -> int:
 def _engine_tables(overrides: Sequence[str]) -> dict[str, Any]:
     """Read overrides such as --model.device=cpu; and those of the graders' limits; no others."""
     tree: dict[str, Any] = {}
+    engine_tables = [f"rollout.{table}." for table in registry.engine_tables().values()]
     for override in overrides:
         key = override.removeprefix("--").partition("=")[0]
         is_known = key in ENGINE_KEYS + GRADER_KEYS or (
-            key.startswith(ENGINE_TABLES) and key != "model.name"
+            key.startswith(("model.", *engine_tables)) and key != "model.name"
         )
         if not is_known:
+            words = ", ".join(f"--{table}KEY=..." for table in engine_tables)
             raise ConfigError(
                 f"{override!r} is no option of eval: beside those of --help it takes "
-                "--model.KEY=..., --rollout.vllm.KEY=..., --rollout.max_sequences=..., "
+                f"--model.KEY=..., {words}, --rollout.max_sequences=..., "
                 "--rollout.precision=... and --reward.time_limit=... (workers, memory_limit_gib), "
                 "as a configuration has them."
             )

@@ -27,7 +27,7 @@ from trustbatch.models.policy import Policy
 from trustbatch.observe.progress import LiveLine
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
-from trustbatch.rollout.vllm.engine import require_vllm
+from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_info
 from trustbatch.session import load_model
 
 MAX_SEQUENCES = {"cuda": 512, "cpu": 64}
@@ -42,7 +42,7 @@ class Evaluation:
     sampling: SamplingSettings
     is_capped: bool = True
     """whether max_tokens gives way to the model's context; if not, what does not fit is refused"""
-    engine: str = "native"
+    engine: str = DEFAULT_ENGINE
     tables: Mapping[str, Any] = field(default_factory=dict)
     """keys of [model], [rollout] and [reward] that say where and how it is sampled and graded"""
     output: Path = Path("evals")
@@ -58,8 +58,7 @@ class EvaluatedModel:
 
 def evaluate_models(models: Sequence[str], evaluation: Evaluation) -> list[EvaluatedModel]:
     """Evaluate one model after the other; what an earlier start has done is not done again."""
-    if evaluation.engine == "vllm":
-        require_vllm()
+    engine_info(evaluation.engine).require()
     located = [locate_model(model) for model in models]
     names = short_names(located)
     loader = _Loader()

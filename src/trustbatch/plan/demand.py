@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trustbatch.config import Config
+from trustbatch.rollout.registry import engine_info
 
 Resources = Mapping[str, float]
 
@@ -51,8 +52,10 @@ class Demand:
         # a cluster's own Ray does not know of a GPU that is used beside it
         is_placed = cluster.trainers > 1 or (cluster.address and num_gpus > 1)
         num_trainers = cluster.trainers if is_placed else 0
-        is_divided = config.rollout.engine == "vllm" and cluster.engine_gpus is None
-        whole = config.rollout.vllm.tensor_parallel if is_divided else 1
+        info = engine_info(config.rollout.engine)
+        gpu_key, whole = "cluster.engine_gpus", 1
+        if cluster.engine_gpus is None and info.gpus_key is not None:
+            gpu_key, whole = info.gpus_key, info.num_gpus(info.table(config.rollout))
         gpus_per_engine = cluster.engine_gpus
         if gpus_per_engine is None:
             gpus_per_engine = float(whole) if num_gpus else 0.0
@@ -67,7 +70,7 @@ class Demand:
                 "cluster.engines",
                 cluster.engines,
                 gpus=gpus_per_engine,
-                gpu_key="rollout.vllm.tensor_parallel" if is_divided else "cluster.engine_gpus",
+                gpu_key=gpu_key,
             ),
             reward_workers=Bundles(
                 "reward worker", "cluster.reward_workers", cluster.reward_workers

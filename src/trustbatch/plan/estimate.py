@@ -19,11 +19,14 @@ from trustbatch.plan.key_values import cached_tokens
 from trustbatch.plan.memory import MemoryPlan, Part, Phase
 from trustbatch.plan.outline import ModelOutline
 from trustbatch.plan.prompts import PromptLength, longest_prompt
-from trustbatch.plan.published import may_wait_on_gpu, published_bytes
+from trustbatch.plan.published import published_bytes
 from trustbatch.plan.setting import Setting
+from trustbatch.rollout.engine import EngineInfo
 from trustbatch.rollout.native.engine import PREFILL_TOKENS
+from trustbatch.rollout.registry import engine_info
 from trustbatch.tasks import Task
 from trustbatch.training.linear_logprobs import CPU_SLICE_BYTES, GPU_SLICE_BYTES
+from trustbatch.weight_sync.publications import keeps_on_gpu
 
 FLOAT32, BFLOAT16 = 4, 2
 ADAMW_STATES = 2 * FLOAT32
@@ -127,17 +130,18 @@ class Estimator:
             return 0.0
         num_bytes = published_bytes(self.config, self.outline.num_parameters)
         memory = self.hardware.memory
-        return num_bytes if may_wait_on_gpu(self.config, num_bytes, gpu_memory=memory) else 0.0
+        assert self.config.cluster is not None
+        method = self.config.cluster.weight_transfer
+        return num_bytes if keeps_on_gpu(method, num_bytes, gpu_memory=memory) else 0.0
 
     def _engines_on_a_gpu(self, bundles: Bundles, generate: list[Part]) -> list[Part]:
         """Parts of the engines that share one GPU; each has a policy of its own.
 
-        That of vLLM lies in host memory, and what vLLM takes is its own affair.
+        An engine that copies the policy keeps it in host memory, and reserves what it needs.
         """
         number = min(math.floor(1 / bundles.gpus), bundles.size) if 0 < bundles.gpus < 1 else 1
-        is_native = self.config.rollout.engine == "native"
         of_one = [
-            Part("engine's parameters", is_native * FLOAT32 * self.outline.num_parameters),
+            Part("engine's parameters", self._engine.shares_parameters * FLOAT32 * self.outline.num_parameters),
             Part("engine's weights", self._engine_weights(self.outline, is_sharded=False)),
             Part("second policies", self._second_policies()),
             *generate,
@@ -185,8 +189,8 @@ class Estimator:
         ).num_parameters
 
     def _second_policies(self) -> float:
-        if self.config.rollout.engine != "native":
-            return 0.0  # vLLM's are in host memory
+        if not self._engine.shares_parameters:
+            return 0.0  # they are in host memory
         outlines = [
             ModelOutline.read(second.model, trust_remote_code=second.trust_remote_code)
             for second in self.config.rollout.policies
@@ -197,8 +201,8 @@ class Estimator:
         )
 
     def _engine_weights(self, outline: ModelOutline, is_sharded: bool) -> float:
-        """Bytes of what the native engine keeps beside the trainer's parameters."""
-        if self.config.rollout.engine != "native":
+        """Bytes that an engine on the trainer's parameters keeps beside them."""
+        if not self._engine.shares_parameters:
             return 0.0
         images = self._images(outline)
         if not is_sharded:
@@ -235,8 +239,9 @@ class Estimator:
         return "float32" if self._product_type is None else "bfloat16"
 
     def _generate(self, setting: Setting) -> list[Part]:
-        if self.config.rollout.engine == "vllm":
-            return [self._vllm()]
+        reserved = self._reserved()
+        if reserved is not None:
+            return [reserved]
         rollout, outline = self.config.rollout, self.outline
         num_rows = min(self._rows_of_a_call(setting), setting.max_sequences)
         rows_per_prompt = min(rollout.samples_per_prompt, num_rows)
@@ -269,12 +274,17 @@ class Estimator:
         share = math.ceil(rollout.prompts_per_step / cluster.engines)
         return (rollout.prompts_per_call or share) * rollout.samples_per_prompt
 
-    def _vllm(self) -> Part:
-        vllm = self.config.rollout.vllm
-        is_here = vllm.devices is None
-        num_engines = 1 + len(self.config.rollout.policies)
-        share = vllm.gpu_memory_utilization * self.hardware.memory * num_engines
-        return Part("vLLM", share if is_here else 0.0)
+    @property
+    def _engine(self) -> EngineInfo:
+        return engine_info(self.config.rollout.engine)
+
+    def _reserved(self) -> Part | None:
+        """Return what engines reserve, of the policy and of second ones; None if nothing."""
+        rollout, info = self.config.rollout, self._engine
+        in_one = info.reserved_bytes(info.table(rollout), self.hardware.memory)
+        if in_one is None:
+            return None
+        return Part(info.label, in_one * (1 + len(rollout.policies)))
 
     def _train(self, setting: Setting) -> list[list[Part]]:
         """Return the parts at the moments of an update that can be the largest."""
@@ -283,8 +293,9 @@ class Estimator:
         in_step = num_sequences * self.longest_sequence / training.mini_batches / setting.num_gpus
         tokens = min(max(setting.micro_batch_tokens, self.longest_sequence), math.ceil(in_step))
         parts = []
-        if rollout.engine == "vllm" and not setting.vllm_sleeps and self.demand is None:
-            parts.append(self._vllm())
+        reserved = self._reserved()
+        if reserved is not None and not setting.engine_sleeps and self.demand is None:
+            parts.append(reserved)
         gathered = Part("gathered layers", self._gathered(setting))
         gradients = Part("gradients", self._gradients(setting))
         saved = Part("activations", tokens * self._saved_a_token(setting))

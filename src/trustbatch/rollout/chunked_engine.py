@@ -1,19 +1,12 @@
 """An engine that is called with a few prompts at a time."""
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 from torch import Tensor
 
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Completion, GenerationRequest
-
-Item = TypeVar("Item")
-
-
-def parts_of(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    """Divide a sequence into parts of so many items; the last may have fewer."""
-    return [items[start : start + size] for start in range(0, len(items), size)]
+from trustbatch.utils.chunks import chunks_of
 
 
 class ChunkedEngine:
@@ -36,7 +29,7 @@ class ChunkedEngine:
         """Return all samples of all requests, one part after the other."""
         return [
             completion
-            for part in parts_of(requests, self.prompts_per_call)
+            for part in chunks_of(requests, self.prompts_per_call)
             for completion in self.engine.generate(part)
         ]
 

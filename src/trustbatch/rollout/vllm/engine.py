@@ -9,7 +9,6 @@ import copy
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -31,15 +30,6 @@ from trustbatch.weight_sync.weight_chunks import (
 GIB = 2**30
 SEED_BITS = 2**63 - 1
 """vLLM's seeds are not negative"""
-
-
-def require_vllm() -> None:
-    """Refuse to go on where vLLM is not installed."""
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            'rollout.engine = "vllm" needs vLLM, which is not installed: run '
-            "pip install 'trustbatch[vllm]', or choose another engine."
-        )
 
 
 class VllmEngine:
@@ -66,7 +56,7 @@ class VllmEngine:
         those of what it samples from. `device` is where vLLM computes, if the policy that it copies
         lies elsewhere.
         """
-        require_vllm()
+        INFO.require()
         self.policy = policy
         self.on_gpu = (device or policy.device).type == "cuda"
         self.config = config
