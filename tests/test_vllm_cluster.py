@@ -52,7 +52,7 @@ def test_engines_with_vllm_sample_beside_the_trainer_and_survive_kills(
     assert [step["rollout/lag_max"] for step in result.metrics] == [0.0, 1.0, 1.0, 1.0, 1.0]
     assert [len(each) for each in killed] == [1, 1]
     assert result.metrics[-1]["cluster/engine_restarts"] == 2
-    assert "engine 0 is replaced: The vLLM process ended (exit status -9)" in caplog.text
+    assert "engine 0 was replaced: The vLLM process exited with status -9" in caplog.text
     folder = killed[0][0].strip(b"\0").rpartition(b"\0")[2]
     assert not Path(os.fsdecode(folder)).exists(), "files of the vLLM that was killed"
     # 4 prompts a step with 2 samples each: none is lost and none comes twice

@@ -10,7 +10,7 @@ from trustbatch.rollout.engine import EngineSettings, RolloutEngine
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, sampling_of
 from trustbatch.rollout.registry import engine_info
 from trustbatch.rollout.sampling import policy_seed
-from trustbatch.rollout.shared_engine import SharedEngine
+from trustbatch.rollout.wrappers import SharedEngine
 from trustbatch.types import SamplingParams
 from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
 

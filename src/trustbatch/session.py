@@ -21,7 +21,7 @@ from trustbatch.rewards import Scorer
 from trustbatch.rewards.shared import GroupScorer, SharedScorer
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.registry import engine_info
-from trustbatch.rollout.shared_engine import SharedEngine
+from trustbatch.rollout.wrappers import SharedEngine
 from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
 from trustbatch.training.canary import NUM_PROMPTS, Canary
 from trustbatch.training.canary_reference import CanaryNotes

@@ -58,7 +58,7 @@ class EnginePool:
             work_seconds=self.cluster.generate_seconds,
             max_restarts=self.cluster.max_restarts,
             deadline_key="cluster.generate_seconds",
-            drop_engine=lambda actor: self._publisher.drop_engine(actor._actor_id.hex()),
+            on_replace=lambda actor: self._publisher.drop_engine(actor._actor_id.hex()),
         )
 
     @property

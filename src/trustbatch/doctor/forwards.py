@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trustbatch.models.policy import Policy
-from trustbatch.rollout.fp8 import round_rows
+from trustbatch.rollout.native.linear import round_rows
 
 
 @contextmanager

@@ -141,7 +141,10 @@ class Estimator:
         """
         number = min(math.floor(1 / bundles.gpus), bundles.size) if 0 < bundles.gpus < 1 else 1
         of_one = [
-            Part("engine's parameters", self._engine.shares_parameters * FLOAT32 * self.outline.num_parameters),
+            Part(
+                "engine's parameters",
+                self._engine.shares_parameters * FLOAT32 * self.outline.num_parameters,
+            ),
             Part("engine's weights", self._engine_weights(self.outline, is_sharded=False)),
             Part("second policies", self._second_policies()),
             *generate,

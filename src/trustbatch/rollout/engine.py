@@ -1,6 +1,5 @@
 """Rollout engines: the interface that samples completions, and what each engine declares."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -82,7 +81,7 @@ class EngineSettings:
     """the engine's own table of [rollout]; None if it has none"""
 
 
-class EngineInfo(ABC):
+class EngineInfo:
     """What an engine declares about itself; the rest of the package never tests its name.
 
     `table` is always the engine's own table of [rollout], or None if it has none.
@@ -107,9 +106,9 @@ class EngineInfo(ABC):
     gpus_key: ClassVar[str | None] = None
     """key that sets how many GPUs one engine uses"""
 
-    @abstractmethod
     def build(self, policy: "Policy", settings: EngineSettings) -> RolloutEngine:
         """Start the engine with the weights of a policy."""
+        raise NotImplementedError
 
     def table(self, rollout: Any) -> Any:
         """Return the engine's own table of a [rollout] table."""

@@ -84,7 +84,7 @@ def receiver_for(address: RendezvousAddress, endpoint: Endpoint, seconds: float)
 
 
 def gpu_uuid(device: torch.device | None = None) -> str:
-    """Return the UUID of a GPU (default: the current one), the same in all processes; "" if none."""
+    """Return the UUID of a GPU (default: the current one); "" where there is none."""
     if not torch.cuda.is_available():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)

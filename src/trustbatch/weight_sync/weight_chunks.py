@@ -120,7 +120,7 @@ class SharedMemorySender:
         self._file: int | None = None
 
     def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Chunk]:
-        """Return one chunk with all weights; a full disk raises before the engine's update begins."""
+        """Return one chunk with all weights; a full disk raises before the update begins."""
         tensors = list(weights)
         offsets = [0]
         for _, tensor in tensors:

@@ -20,8 +20,8 @@ class NativeInfo(EngineInfo):
 
     def build(self, policy: "Policy", settings: EngineSettings) -> RolloutEngine:
         """Build the engine; with prompts_per_call it gets a few prompts at a time."""
-        from trustbatch.rollout.chunked_engine import ChunkedEngine
         from trustbatch.rollout.native.engine import NativeEngine
+        from trustbatch.rollout.wrappers import ChunkedEngine
 
         engine = NativeEngine(
             policy,
