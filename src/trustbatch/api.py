@@ -12,7 +12,8 @@ from trustbatch.config import Config, parse_config
 from trustbatch.config.cautions import cautions
 from trustbatch.loops.async_loop import train_async
 from trustbatch.loops.sync import train_sync
-from trustbatch.observe.progress import LiveLine, Progress
+from trustbatch.observe.progress import Progress
+from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.session import configured_task, open_session

@@ -206,7 +206,7 @@ def _gib(text: str) -> float:
 def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.config import load_config
     from trustbatch.evaluation.in_training import configured_suite
-    from trustbatch.observe.progress import LiveLine
+    from trustbatch.utils.terminal import LiveLine
     from trustbatch.observe.run_folder import RunFolder
     from trustbatch.plan import describe_plan
     from trustbatch.plan.hardware import find_hardware, has_gpu
@@ -274,7 +274,7 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.doctor.show import show, to_record
     from trustbatch.doctor.verdict import judge
     from trustbatch.engines import build_engine, load_second_policies
-    from trustbatch.observe.progress import LiveLine
+    from trustbatch.utils.terminal import LiveLine
     from trustbatch.session import configured_task, load_policy
     from trustbatch.tasks import fit_task
 

@@ -11,7 +11,7 @@ from trustbatch.api import train
 from trustbatch.evaluation import EvaluationResult, evaluate
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import warm_start
-from trustbatch.observe.progress import LiveLine
+from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.report import write_report
 from trustbatch.tasks import build_task
 

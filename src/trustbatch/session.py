@@ -15,7 +15,7 @@ from trustbatch.engines import Engines, open_engines
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_suite
 from trustbatch.models.policy import Policy, default_precision
-from trustbatch.observe.progress import LiveLine
+from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.rewards import Scorer
 from trustbatch.rewards.shared import GroupScorer, SharedScorer

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.errors import CheckpointError
+from trustbatch.utils.files import fsync
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
@@ -17,24 +18,15 @@ FORMAT = 1
 
 def seal(path: Path) -> dict[str, Any]:
     """Bring a file to the disk; returns what is compared when it is read again."""
-    flush(path)
+    fsync(path)
     return {"bytes": path.stat().st_size, "sha256": _digest(path)}
-
-
-def flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk: no rename may get there before it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the last file of a checkpoint."""
     path = folder / MANIFEST_FILE
     path.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
-    flush(path)
+    fsync(path)
 
 
 def listed_bytes(folder: Path) -> int:

@@ -34,15 +34,16 @@ from trustbatch.checkpoints.load import (
     weights_of,
 )
 from trustbatch.checkpoints.loop_state import LoopState
-from trustbatch.checkpoints.manifest import flush, seal, write_manifest
+from trustbatch.checkpoints.manifest import seal, write_manifest
 from trustbatch.checkpoints.shards import Piece, copy_pieces, list_tensors, read_into, write_pieces
 from trustbatch.errors import CheckpointError
 from trustbatch.models.policy import Policy
-from trustbatch.observe.progress import LiveLine
+from trustbatch.utils.terminal import LiveLine
 from trustbatch.rollout.records import group_to_record
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup
 from trustbatch.utils.distributed import from_rank_zero, num_ranks, this_rank
+from trustbatch.utils.files import fsync
 
 MAX_FILE_BYTES = 5_000_000_000
 STALL_SECONDS = 600.0
@@ -232,13 +233,13 @@ class Checkpointer:
                 files[name] = seal(path)
         write_manifest(partial, files)
         for path in [path for path in partial.rglob("*") if path.is_dir()]:
-            flush(path)
-        flush(partial)
+            fsync(path)
+        fsync(partial)
         final = self.folder / snapshot.name
         if final.exists():
             self._delete(final)  # a damaged one that was skipped at the start
         partial.rename(final)
-        flush(self.folder)
+        fsync(self.folder)
         self._delete_old(snapshot.step)
 
     def _delete_old(self, step: int) -> None:

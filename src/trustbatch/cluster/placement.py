@@ -7,7 +7,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trustbatch.errors import EngineError
-from trustbatch.observe.progress import LiveLine
+from trustbatch.utils.terminal import LiveLine
 from trustbatch.plan.demand import Bundles, Resources, amounts
 
 QUIET_SECONDS = 5.0

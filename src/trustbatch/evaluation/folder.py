@@ -18,7 +18,7 @@ from trustbatch.evaluation.page import pass_at_k_page
 from trustbatch.evaluation.results import RESULTS_FILE, EvaluationResults
 from trustbatch.evaluation.suite import EvaluatedTask
 from trustbatch.evaluation.table import results_table
-from trustbatch.utils.files import lock_folder, write_whole
+from trustbatch.utils.files import lock_folder, write_atomically
 
 
 class EvaluationFolder:
@@ -40,7 +40,7 @@ class EvaluationFolder:
         except BaseException:
             self._lock.close()
             raise
-        write_whole(self._settings_file, _written(self._all_settings()))
+        write_atomically(self._settings_file, _written(self._all_settings()))
         self._samples = self._samples_file.open("a", encoding="utf-8")
 
     def done(self, task: str) -> set[str]:
@@ -68,9 +68,9 @@ class EvaluationFolder:
             },
             environment=environment,
         )
-        write_whole(self.path / "results.md", results_table(results))
-        write_whole(self.path / "pass_at_k.html", pass_at_k_page([results]))
-        write_whole(self.path / RESULTS_FILE, _written(results.to_dict()))
+        write_atomically(self.path / "results.md", results_table(results))
+        write_atomically(self.path / "pass_at_k.html", pass_at_k_page([results]))
+        write_atomically(self.path / RESULTS_FILE, _written(results.to_dict()))
         return results
 
     def close(self) -> None:

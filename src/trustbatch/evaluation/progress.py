@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from trustbatch.evaluation.outcomes import ProblemOutcome
-from trustbatch.observe.progress import SECONDS_BETWEEN, LiveLine
+from trustbatch.observe.progress import SECONDS_BETWEEN
+from trustbatch.utils.terminal import LiveLine
 
 
 class EvaluationProgress:

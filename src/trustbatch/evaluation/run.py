@@ -24,7 +24,7 @@ from trustbatch.evaluation.sample import sample_records
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import EvaluatedTask
 from trustbatch.models.policy import Policy
-from trustbatch.observe.progress import LiveLine
+from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_info

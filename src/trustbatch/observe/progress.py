@@ -1,38 +1,47 @@
-"""One line that says how a run is doing."""
+"""The progress line of a training run."""
 
-import shutil
-import sys
 import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from trustbatch.observe.entropy_watch import EntropyWatch
-
-
-class LiveLine:
-    """A line that is rewritten in place on a terminal; elsewhere every text gets its own line."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream if stream is not None else sys.stderr
-        self.is_live = self.stream.isatty()
-
-    def show(self, text: str, *, last: bool = False) -> None:
-        """Replace the line; after the `last` text the next output starts below it."""
-        if self.is_live and not last:
-            # a line that wraps could not be taken back
-            text = text[: shutil.get_terminal_size().columns - 1]
-        start = "\r\x1b[2K" if self.is_live else ""
-        end = "\n" if last or not self.is_live else ""
-        self.stream.write(f"{start}{text}{end}")
-        self.stream.flush()
-
+from trustbatch.utils.terminal import LiveLine
 
 SECONDS_BETWEEN = 30.0
-"""between two lines where no one watches"""
+"""between two lines where the output is not a terminal"""
+ENTROPY_FACTOR = 2.0
+ENTROPY_NATS = 1.0
+"""a collapsing policy exceeds both limits; learning alone lowers the entropy"""
+
+
+class EntropyWatch:
+    """Warns once when the policy's entropy has risen far above that of the first step.
+
+    1-ESS cannot show this where policy and data become random together.
+    """
+
+    def __init__(self, first: Mapping[str, float] | None = None) -> None:
+        self._first = (first or {}).get("entropy")
+        self._has_warned = False
+
+    def warning(self, metrics: Mapping[str, float]) -> str | None:
+        """Return the warning after a step, if there is one."""
+        entropy = metrics.get("entropy")
+        if entropy is None or self._has_warned:
+            return None
+        if self._first is None:
+            self._first = entropy
+        if entropy < ENTROPY_FACTOR * self._first or entropy < self._first + ENTROPY_NATS:
+            return None
+        self._has_warned = True
+        return (
+            f"Entropy has risen from {self._first:.1f} to {entropy:.1f} nats per token since the "
+            "first step: the policy is becoming random, and 1-ESS can't show it where the data "
+            "becomes random too. Lower rollout.temperature or training.learning_rate."
+        )
 
 
 class Progress:
-    """Shows the state after each step; where no one watches, ten times and twice a minute."""
+    """Shows the state after each step; without a terminal, after each tenth or every 30 seconds."""
 
     def __init__(
         self,
@@ -43,7 +52,7 @@ class Progress:
         first: Mapping[str, float] | None = None,
         stream: TextIO | None = None,
     ):
-        """Start after `done` steps; `first` has the metrics of the first of them."""
+        """Start after `done` of `total` steps; `first` has the metrics of the run's first step."""
         self.label = label
         self.total = total
         self._line = LiveLine(stream)
@@ -55,8 +64,8 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the state after `step`."""
-        if remark := self._entropy.remark(metrics):
-            self._line.show(remark, last=True)
+        if warning := self._entropy.warning(metrics):
+            self._line.show(warning, last=True)
         now = time.monotonic()
         is_time = now - self._shown >= SECONDS_BETWEEN
         if step % self._every == 0 or is_time or step == self.total:
@@ -64,7 +73,7 @@ class Progress:
             self._line.show(self.text(step, metrics), last=step == self.total)
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Return step, reward, loss, 1-ESS, tokens/s and time left, and how the workers keep up."""
+        """Return step, reward, loss, 1-ESS, tokens/s, time left, and the state of the workers."""
         elapsed = time.monotonic() - self._start
         left = elapsed / max(step - self._done_at_start, 1) * (self.total - step)
         reward = metrics.get("reward/mean")
@@ -74,12 +83,12 @@ class Progress:
             f"  loss {metrics.get('policy/loss', float('nan')):+.4f}"
             f"  1-ESS {metrics.get('one_minus_ess', float('nan')):.1e}"
             f"  {metrics.get('time/tokens_per_second', 0.0):,.0f} tok/s"
-            f"  {int(left) // 60}:{int(left) % 60:02d} left{_of_workers(metrics)}"
+            f"  {int(left) // 60}:{int(left) % 60:02d} left{_worker_text(metrics)}"
         )
 
 
-def _of_workers(metrics: Mapping[str, float]) -> str:
-    """Return the lag where there is one, and who waits for whom where work goes on side by side."""
+def _worker_text(metrics: Mapping[str, float]) -> str:
+    """Return the lag, and with a cluster the buffered batches and how busy the trainer is."""
     parts = []
     if lag := metrics.get("rollout/lag_mean"):
         parts.append(f"lag {lag:.3g}")

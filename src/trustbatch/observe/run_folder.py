@@ -20,7 +20,7 @@ from trustbatch.errors import CheckpointError, ConfigError
 from trustbatch.observe.status import NoStatusFile, StatusFile
 from trustbatch.rollout.records import readable_record
 from trustbatch.types import RolloutGroup
-from trustbatch.utils.files import lock_folder, write_whole
+from trustbatch.utils.files import lock_folder, write_atomically
 
 MAY_CHANGE = (
     "run.",
@@ -75,16 +75,16 @@ class RunFolder:
             in_use=f"Another process is training in {self.path}: wait for it, or choose another "
             "run.name.",
         )
-        write_whole(self.path / "config.toml", self.config.to_toml())
+        write_atomically(self.path / "config.toml", self.config.to_toml())
         environment = json.dumps(describe_environment(), indent=2)
-        write_whole(self.path / "environment.json", environment + "\n")
+        write_atomically(self.path / "environment.json", environment + "\n")
         (self.path / "rollouts").mkdir(exist_ok=True)
         for path in (self.path / "rollouts").glob("step-[0-9]*.jsonl"):
             if path.stem > f"step-{step:06d}":
                 path.unlink()
         # a run that starts again from nothing also evaluates again before its first step
         kept = [line for line in read_metrics(self.path) if step and line["step"] <= step]
-        write_whole(self._metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+        write_atomically(self._metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         self._metrics = self._metrics_file.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(
             self.path / "tensorboard", purge_step=step + 1 if step else 0

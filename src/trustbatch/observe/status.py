@@ -17,7 +17,7 @@ from trustbatch.training.lag_metrics import (
     ONE_MINUS_ESS_BY_LAG,
     values_by_lag,
 )
-from trustbatch.utils.files import write_whole
+from trustbatch.utils.files import write_atomically
 
 FILE_NAME = "status.json"
 LONGEST_ERROR = 2000
@@ -207,7 +207,7 @@ class StatusFile:
             record.seconds_left = max(end - record.time, 0.0)
         # a full disk ends the run where its metrics can't be written, not here
         with suppress(OSError):
-            write_whole(self._file, json.dumps(asdict(record), indent=1) + "\n")
+            write_atomically(self._file, json.dumps(asdict(record), indent=1) + "\n")
 
 
 class NoStatusFile(StatusFile):

@@ -28,7 +28,7 @@ from trustbatch.studies.results import (
     StudyResults,
     StudyRun,
 )
-from trustbatch.utils.files import write_whole
+from trustbatch.utils.files import write_atomically
 
 CURVES = "curves"
 ALL_RUNS = "all_runs.csv"
@@ -56,7 +56,7 @@ def write_curves(results: StudyResults) -> list[Path]:
             if table := paper_csv(arms, results.paper_columns, x_name, points):
                 files[f"{stem}{suffix}.csv"] = table
     for name, content in files.items():
-        write_whole(folder / name, content)
+        write_atomically(folder / name, content)
     return [folder / name for name in files]
 
 

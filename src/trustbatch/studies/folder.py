@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from trustbatch.errors import ConfigError
 from trustbatch.studies.study import Arm, Study
-from trustbatch.utils.files import lock_folder, write_whole
+from trustbatch.utils.files import lock_folder, write_atomically
 
 STUDY_FILE = "study.json"
 FAILURE_FILE = "failure.json"
@@ -47,7 +47,7 @@ class StudyFolder:
                 if time.monotonic() > deadline or self._owner_lives():
                     raise
                 time.sleep(0.1)
-        write_whole(self.path / ".owner", str(os.getpid()))
+        write_atomically(self.path / ".owner", str(os.getpid()))
         return self._lock.fileno()
 
     def unlock(self) -> None:
@@ -66,7 +66,7 @@ class StudyFolder:
             seeds |= set(before["seeds"])
             for tree in before["arms"]:
                 arms.setdefault(tree["name"], arm_of(tree))
-        write_whole(
+        write_atomically(
             self.path / STUDY_FILE,
             json.dumps(
                 {
@@ -155,4 +155,4 @@ def write_failure(folder: Path, error: str, traceback: str) -> None:
     """Say in a run's folder why there is no result."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {"error": error, "traceback": traceback}
-    write_whole(folder / FAILURE_FILE, json.dumps(record, indent=2) + "\n")
+    write_atomically(folder / FAILURE_FILE, json.dumps(record, indent=2) + "\n")

@@ -8,9 +8,9 @@ from typing import Any
 
 from trustbatch.evaluation import evaluate
 from trustbatch.models.policy import Policy
-from trustbatch.observe.progress import LiveLine
+from trustbatch.utils.terminal import LiveLine
 from trustbatch.tasks import build_task
-from trustbatch.utils.files import write_whole
+from trustbatch.utils.files import write_atomically
 
 NORMAL_95 = 1.96
 
@@ -42,4 +42,4 @@ def evaluate_held_out(
         "temperature": 1.0,
         "task": dict(held_out["task"]),
     }
-    write_whole(file, json.dumps(record, indent=2) + "\n")
+    write_atomically(file, json.dumps(record, indent=2) + "\n")

@@ -43,7 +43,7 @@ from trustbatch.studies.study_charts import (
 from trustbatch.studies.summary import SUMMARY_FILE, study_summary
 from trustbatch.studies.tables import Column, arm_columns, difference_columns
 from trustbatch.studies.verdict import StudyVerdict, judge, plain
-from trustbatch.utils.files import write_whole
+from trustbatch.utils.files import write_atomically
 
 PAGE_FILE = "index.html"
 SAMPLES_SHOWN = 2
@@ -59,7 +59,7 @@ def write_study_page(folder: Path) -> Path:
     """Read a study's folder, write page and summary into it, and return the page's path."""
     results = read_study(Path(folder))
     verdict = judge(results)
-    write_whole(results.folder / SUMMARY_FILE, study_summary(results, verdict))
+    write_atomically(results.folder / SUMMARY_FILE, study_summary(results, verdict))
     page = results.folder / PAGE_FILE
     partial = page.with_name(f".{PAGE_FILE}")
     partial.write_bytes(as_bytes(render_study(results, verdict)))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trustbatch.observe.progress import LiveLine
+from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.status import FILE_NAME as STATUS_FILE
 from trustbatch.studies.folder import write_failure
 from trustbatch.studies.job import Job

@@ -59,7 +59,7 @@ class Worker:
 
     def _do(self, job: Job) -> Outcome:
         if job.kind == "make_model":
-            from trustbatch.observe.progress import LiveLine
+            from trustbatch.utils.terminal import LiveLine
             from trustbatch.studies.tiny_models import make_tiny_model
 
             make_tiny_model(job.path, say=LiveLine().show)

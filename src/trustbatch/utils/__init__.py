@@ -1,1 +1,1 @@
-"""Helpers without a topic of their own: ranks, terminal, files, processes."""
+"""Helpers below all other packages: ranks, terminal output, files, processes, CUDA memory."""

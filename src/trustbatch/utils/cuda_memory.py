@@ -1,16 +1,18 @@
-"""How torch asks a GPU for memory."""
+"""Settings of torch's CUDA memory allocator."""
 
 import os
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""environment variables that configure the allocator: the new name, and the deprecated one"""
 
 
 def enable_expandable_segments() -> None:
-    """Have one range of memory for all sizes, unless the user has chosen otherwise.
+    """Let all tensor sizes share one memory range, unless the user has configured the allocator.
 
-    Sampling completions and training take turns, with tensors of quite different sizes: in separate
-    ranges, what one has left free is of no use to the other. It takes effect where the GPU has not
-    been used yet. vLLM can't have it: it hands memory to other processes.
+    Generation and training alternate with tensors of very different sizes: in separate segments,
+    the memory that one leaves free cannot be used by the other. The setting takes effect only
+    before the first use of the GPU. vLLM cannot use it, since it shares memory with other
+    processes.
     """
     if not any(name in os.environ for name in VARIABLES):
         os.environ[VARIABLES[0]] = "expandable_segments:True"

@@ -1,6 +1,7 @@
-"""The processes that train together: those that torchrun started, or this one alone.
+"""The ranks: processes that train together, started by torchrun, or this process alone.
 
-Every function but `this_rank` and `num_ranks` is collective: all ranks call it in the same order.
+Every function except `this_rank`, `num_ranks` and `rank_device` is collective: all ranks call it in
+the same order.
 """
 
 import atexit
@@ -21,14 +22,14 @@ from torch.distributed.tensor import DTensor
 from trustbatch.errors import ConfigError
 
 DEADLINE = timedelta(hours=1)
-"""how long a rank waits for the others: a generation or a checkpoint may lie in between"""
+"""timeout of collective calls: the other ranks may be generating or writing a checkpoint"""
 
 
 @contextmanager
 def joined_ranks(device: str, *, store: Store | None = None) -> Iterator[None]:
-    """Meet the other processes that torchrun started; a process on its own needs nothing.
+    """Initialize the process group of the ranks that torchrun started; a single process has none.
 
-    `store` is where they meet, if not where torchrun's processes do.
+    `store` is the rendezvous store (default: torchrun's own).
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or dist.is_initialized():
@@ -36,7 +37,7 @@ def joined_ranks(device: str, *, store: Store | None = None) -> Iterator[None]:
         return
     uses_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if uses_gpu:
-        _take_gpu(device)
+        _select_gpu(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if uses_gpu else "gloo",
         store=store,
@@ -45,45 +46,45 @@ def joined_ranks(device: str, *, store: Store | None = None) -> Iterator[None]:
         timeout=DEADLINE,
     )
     yield
-    # they stay together for a second run, which could not meet at the same place again; not after
-    # an error: others may be waiting in the middle of something, and torchrun ends them
+    # The group is kept for a second run, since a rendezvous can't be repeated. After an error it is
+    # not destroyed: other ranks may be inside a collective call, and torchrun ends them.
     atexit.register(dist.destroy_process_group)
 
 
-def _take_gpu(device: str) -> None:
+def _select_gpu(device: str) -> None:
     if device not in ("auto", "cuda"):
         raise ConfigError(
             f"model.device = {device!r} names one GPU for several processes: set it to cuda, and "
-            "each process takes its own."
+            "each process uses its own."
         )
     num_local = int(os.environ["LOCAL_WORLD_SIZE"])
     if num_local > torch.cuda.device_count():
         raise ConfigError(
-            f"This machine shows {torch.cuda.device_count()} GPUs and torchrun started {num_local} "
+            f"This machine has {torch.cuda.device_count()} GPUs and torchrun started {num_local} "
             "processes: lower --nproc-per-node, or set model.device to cpu."
         )
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def rank_device(device: str) -> torch.device:
-    """Return where this rank computes, from `model.device`."""
+    """Return the device of this rank for a value of `model.device`."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(device)
 
 
 def this_rank() -> int:
-    """Return the number of this process, from 0."""
+    """Return the rank of this process, from 0; 0 for a single process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def num_ranks() -> int:
-    """Return how many processes train together."""
+    """Return the world size: how many processes train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """Return the sum of a tensor over all ranks."""
+    """Return the sum of a tensor over all ranks; the input is left unchanged."""
     if num_ranks() == 1:
         return values
     total = values.clone()
@@ -92,12 +93,12 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def full_tensor(values: Tensor) -> Tensor:
-    """Return the whole of a tensor of which each rank may hold a part."""
+    """Return the whole tensor where each rank holds a shard; a plain tensor is returned as it is."""
     return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 def all_gather(value: Any) -> list[Any]:
-    """Return what each rank gave, in their order; tensors arrive in host memory."""
+    """Return the values of all ranks, in rank order; tensors arrive in host memory."""
     if num_ranks() == 1:
         return [value]
     written = io.BytesIO()
@@ -108,7 +109,7 @@ def all_gather(value: Any) -> list[Any]:
 
 
 def from_rank_zero(value: Any, *, group: dist.ProcessGroup | None = None) -> Any:
-    """Return what rank 0 gave; `group` has another deadline than usual."""
+    """Return the value of rank 0 on all ranks; `group` may have a longer timeout than usual."""
     box = [value]
     if num_ranks() > 1:
         dist.broadcast_object_list(box, src=0, group=group)
@@ -116,7 +117,7 @@ def from_rank_zero(value: Any, *, group: dist.ProcessGroup | None = None) -> Any
 
 
 def patient_group(seconds: float) -> dist.ProcessGroup | None:
-    """Return all ranks as a group that waits so much longer than `DEADLINE`; None for one rank."""
+    """Return a group of all ranks with the timeout `DEADLINE` + `seconds`; None for one rank."""
     if num_ranks() == 1:
         return None
     group = dist.new_group(backend="gloo", timeout=DEADLINE + timedelta(seconds=seconds))
@@ -125,12 +126,12 @@ def patient_group(seconds: float) -> dist.ProcessGroup | None:
 
 
 def on_rank_zero(function: Callable[[], Any]) -> Any:
-    """Return what a function gives on rank 0, the only one that calls it."""
+    """Call a function on rank 0 alone; return its result on all ranks."""
     return from_rank_zero(function() if this_rank() == 0 else None)
 
 
 class _HostPickler(pickle.Pickler):
-    """Writes tensors as if they were in host memory: another rank has another GPU."""
+    """Pickles GPU tensors as host tensors, since another rank has another GPU."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_cuda:

@@ -1,5 +1,6 @@
-"""Files of a folder that survives kills, and that one process at a time writes to."""
+"""Writing files so that a kill leaves no partial content, and locking folders between processes."""
 
+import os
 from pathlib import Path
 from typing import TextIO
 
@@ -7,21 +8,30 @@ from trustbatch.errors import ConfigError
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: nothing guards the folder there
+except ImportError:  # not a POSIX system: folders are not locked there
     fcntl = None
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Replace a file in one go: a kill leaves the old content or the new, never a part."""
+def write_atomically(file: Path, text: str) -> None:
+    """Replace a file in one operation: a kill leaves the old content or the new, never a part."""
     partial = file.with_name(f".{file.name}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(file)
 
 
-def lock_folder(folder: Path, *, in_use: str) -> TextIO:
-    """Keep other processes out of a folder until the file is closed or the process ends.
+def fsync(path: Path) -> None:
+    """Wait until a file or folder is on the disk, so that a later rename cannot overtake it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
-    `in_use` is the sentence for them.
+
+def lock_folder(folder: Path, *, in_use: str) -> TextIO:
+    """Lock a folder against other processes until the returned file is closed or the process ends.
+
+    A process that finds the folder locked gets a ConfigError with the message `in_use`.
     """
     file = (folder / ".lock").open("w")
     if fcntl is not None:

@@ -1,4 +1,4 @@
-"""Ending a helper's process group, also when the process that it works for is gone."""
+"""Ending process groups: a helper process must not outlive the process that it works for."""
 
 import contextlib
 import os
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 SHARED_SEGMENT = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|vllm_)\S+")
-"""names that Python and vLLM give to shared memory, which outlives those who do not remove it"""
+"""shared memory of Python and vLLM, which outlives a process that does not remove it"""
 
 
 def kill_group(group: int) -> None:
-    """Kill all processes of a group, and remove the shared memory that they would have removed."""
+    """Kill all processes of a group, and remove the shared memory that they leave behind."""
     for segment in _shared_segments(group):
         Path(segment).unlink(missing_ok=True)
     with contextlib.suppress(ProcessLookupError):
@@ -25,7 +25,7 @@ def kill_group(group: int) -> None:
 def end_with(pid: int, folder: str | None = None) -> None:
     """Kill this process group, and remove a folder, as soon as the process `pid` has ended.
 
-    From a thread: the main one may be deep inside a kernel by then.
+    A thread waits for that, since the main thread may be inside a long kernel then.
     """
     try:
         watched = os.pidfd_open(pid)
@@ -40,7 +40,7 @@ def end_with(pid: int, folder: str | None = None) -> None:
 
 
 def end_group(folder: str | None) -> NoReturn:
-    """Kill this process group, and with it this process, and remove a folder."""
+    """Remove a folder, then kill this process group, including this process."""
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     kill_group(os.getpgid(0))
@@ -48,10 +48,10 @@ def end_group(folder: str | None) -> NoReturn:
 
 
 def _shared_segments(group: int) -> set[str]:
-    """Return the segments that processes of the group have mapped."""
+    """Return the shared-memory segments that processes of the group have mapped."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
-        # a process may end while it is looked at
+        # a process may end during the scan
         with contextlib.suppress(OSError):
             if os.getpgid(int(process.name)) == group:
                 found.update(SHARED_SEGMENT.findall((process / "maps").read_text()))
