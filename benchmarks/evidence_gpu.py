@@ -195,7 +195,7 @@ def run(job: dict[str, Any], args: Any) -> dict[str, Any]:
 
 def configuration(job: dict[str, Any], args: Any, folder: str) -> dict[str, Any]:
     """Return the tables of one run."""
-    from trustbatch.studies.scales.scale import set_key
+    from trustbatch.utils.tables import set_key
 
     has_lag = any(key == "rollout.lag" for key in REGIMES[job["regime"]])
     num_steps = args.steps or (STEPS_WITH_LAG if has_lag else STEPS)

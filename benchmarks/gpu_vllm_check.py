@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from trustbatch.config import VllmConfig
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.rollout.sampling import sampling_logprobs
+from trustbatch.rollout.vllm.config import VllmConfig
 from trustbatch.rollout.vllm.engine import VllmEngine
 from trustbatch.types import Completion, GenerationRequest, SamplingParams
 from trustbatch.weight_sync.weight_chunks import SharedMemorySender

@@ -109,7 +109,7 @@ def run_case(case: Case) -> None:
             for objective in case.objectives:
                 config = configure(case, objective, folder)
                 # the same trainer with another loss: loading and compiling again would take minutes
-                session.trainer.objective = config.build_objective()
+                session.trainer.objective = config.objective.build()
                 forget_memory(session)
                 watch.restart()
                 seconds = time_steps(case, session, sequences)

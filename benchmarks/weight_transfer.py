@@ -4,7 +4,8 @@
 
 Publishes tensors of a Qwen3's shapes from this process, and has 1 or 2 engines, each an actor on
 Ray, copy them into tensors of their own at the same time. With several GPUs and --device cuda each
-process has one, and "direct" is NCCL; on a CPU it is gloo. "publish" is what the trainer waits for.
+process has one, and "process_group" is NCCL; on a CPU it is gloo. "publish" is what the trainer
+waits for.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from torch import Tensor
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
 
-METHODS = ("shared_memory", "disk", "direct")
+METHODS = ("shared_memory", "disk", "process_group")
 
 
 def shapes_of(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -67,11 +68,11 @@ def publisher_for(method: str, folder: Path) -> Any:
     import ray
 
     from trustbatch.cluster.publishers import ObjectStorePublisher
-    from trustbatch.weight_sync.direct import DirectPublisher
+    from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
     from trustbatch.weight_sync.publications import DiskPublisher
 
-    if method == "direct":
-        return DirectPublisher(address=ray.util.get_node_ip_address(), seconds=600.0)
+    if method == "process_group":
+        return ProcessGroupPublisher(address=ray.util.get_node_ip_address(), seconds=600.0)
     return DiskPublisher(folder) if method == "disk" else ObjectStorePublisher()
 
 

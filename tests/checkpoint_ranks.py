@@ -23,9 +23,9 @@ from trustbatch.checkpoints.load import (
 )
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.checkpoints.save import Checkpointer
-from trustbatch.config import TrainingConfig
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import build_objective
+from trustbatch.training.config import TrainingConfig
 from trustbatch.training.trainer import Trainer
 
 START_SECONDS = 120

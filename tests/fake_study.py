@@ -54,7 +54,8 @@ def write_run(
         tree.setdefault(table, {})[option] = value
     tree |= {"seed": seed, "run": {"name": name, "folder": str(folder / "runs")}}
     tree["training"] = {"steps": len(rewards) if steps is None else steps}
-    run = RunFolder(parse_config(tree))
+    config = parse_config(tree)
+    run = RunFolder(config.run, config.to_toml())
     run.start(0)
     for place, reward in enumerate(rewards):
         others = {key: values[place] for key, values in (metrics or {}).items()}

@@ -12,8 +12,8 @@ from tests.training_cases import policy_logp, sample_sequences, train
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trustbatch
-from trustbatch.config import LoraConfig
 from trustbatch.errors import CheckpointError, ConfigError
+from trustbatch.models.config import LoraConfig
 from trustbatch.models.policy import ADAPTER_FOLDER, Policy
 from trustbatch.rollout.native.decoder import LlamaDecoder
 from trustbatch.rollout.native.engine import NativeEngine

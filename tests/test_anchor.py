@@ -1,4 +1,4 @@
-"""What the policy is pulled to: the model that sampled a token, before temperature and truncation."""
+"""The anchor: the model that sampled a token, before temperature and truncation."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -154,7 +154,7 @@ def test_batches_are_reused_and_dynamic_sampling_keeps_the_bound(
 def test_an_evaluation_is_that_of_one_process_and_changes_nothing(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Second policies sample for the training alone, and older versions go on sampling meanwhile."""
+    """Second policies only sample for training, and older versions continue meanwhile."""
     second = {"model": str(tiny_folder), "name": "second", "share": 0.5, "temperature": 1.5}
     settings = {"training": {"steps": 4, "learning_rate": 1e-3}}
     mixture = {"policies": [second]}
@@ -379,7 +379,7 @@ def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopb
         "rollout": settings,
         "training": length,
         "evaluation": EVALUATION,
-        "cluster": {"trainers": 2, "engines": 1, "max_lag": 1, "weight_transfer": "direct"},
+        "cluster": {"trainers": 2, "engines": 1, "max_lag": 1, "weight_transfer": "process_group"},
     }
     try:
         stopped = run(tiny_folder, tmp_path / "async", is_asked_to_stop=lambda: True, **on_cluster)

@@ -14,7 +14,8 @@ from transformers import Qwen3Config
 import trustbatch
 from trustbatch.api import train
 from trustbatch.cli import main
-from trustbatch.config import ClusterConfig, Config, parse_config
+from trustbatch.config import Config, parse_config
+from trustbatch.config.cluster import ClusterConfig
 from trustbatch.errors import OutOfMemoryError
 from trustbatch.plan import Estimator, Lora, Setting, describe_plan, estimate_memory
 from trustbatch.plan.activations import measure_activations
@@ -463,7 +464,7 @@ def test_a_cluster_has_trainers_without_an_engine_and_engines_without_a_trainer(
         ("auto", "native", 0.19, 3 * 4 * PARAMETERS),  # lag 1: the newest two, and one that goes
         ("auto", "vllm", 0.19, 3 * 2 * PARAMETERS),
         ("auto", "native", 0.21, None),  # too much of the GPU
-        ("direct", "native", 0.21, 3 * 4 * PARAMETERS),
+        ("process_group", "native", 0.21, 3 * 4 * PARAMETERS),
         ("shared_memory", "native", 0.19, None),
     ],
 )
@@ -546,7 +547,7 @@ def test_advice_for_a_cluster_is_more_trainers(large: Config) -> None:
         "set training.micro_batch_tokens = 2048, training.gradient_checkpointing = true and "
         "cluster.trainers = 4, which saves about 20.5 GiB"
     )
-    direct = cluster.model_copy(update={"weight_transfer": "direct"})
+    direct = cluster.model_copy(update={"weight_transfer": "process_group"})
     config = large.model_copy(update={"cluster": direct})
     setting = Setting.of(config, num_gpus=hardware.num_gpus)
     advice = str(advise(estimator_of(config, hardware), setting, limit=hardware.capacity))

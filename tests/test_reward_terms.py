@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from trustbatch.config import RewardConfig, parse_config
+from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
+from trustbatch.rewards.config import RewardConfig
 from trustbatch.rewards.http_reward import HttpTerm
 from trustbatch.rewards.term import Sample
 from trustbatch.rewards.terms import FormatTerm, OverlongTerm, build_term

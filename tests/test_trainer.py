@@ -12,12 +12,12 @@ from tests.training_cases import flat, watch_gradients
 
 from trustbatch.batching import units as units_module
 from trustbatch.batching.micro_batches import micro_batches
-from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import OBJECTIVES, build_objective
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.training import trainer as trainer_module
+from trustbatch.training.config import TrainingConfig
 from trustbatch.training.logprobs import TokenLogprobs
 from trustbatch.training.optimizer import learning_rate_factor
 from trustbatch.training.trainer import MAX_CONSECUTIVE_SKIPS, Trainer

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from trustbatch.config import VllmConfig, load_config, parse_config
+from trustbatch.config import load_config, parse_config
 from trustbatch.engines import recorded_anchor_temperature
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.vllm import engine as vllm_engine
+from trustbatch.rollout.vllm.config import VllmConfig
 from trustbatch.rollout.vllm.engine import VllmEngine
 
 MINIMAL: dict[str, Any] = {"model": {"name": "m"}, "task": {"name": "arithmetic"}}
@@ -29,8 +30,11 @@ def refused(**rollout: Any) -> str:
         ({"engine": "vllm", "vllm": {"tensor_paralel": 2}}, "rollout.vllm.tensor_parallel"),
         ({"engine": "vllm", "vllm": {"mode": "in_process", "tensor_parallel": 2}}, "server"),
         ({"engine": "vllm", "vllm": {"mode": "in_process", "devices": "1"}}, "server"),
-        ({"engine": "vllm", "vllm": {"mode": "in_process", "weight_transfer": "ipc"}}, "direct"),
-        ({"engine": "vllm", "vllm": {"weight_transfer": "direct"}}, "shared_memory"),
+        (
+            {"engine": "vllm", "vllm": {"mode": "in_process", "weight_transfer": "ipc"}},
+            "in_process",
+        ),
+        ({"engine": "vllm", "vllm": {"weight_transfer": "in_process"}}, "shared_memory"),
         ({"engine": "vllm", "vllm": {"generate_seconds": 0}}, "rollout.vllm.generate_seconds"),
         ({"engine": "vllm", "precision": "int4"}, "rollout.precision"),
     ],

@@ -21,10 +21,11 @@ from tests.test_vllm_engine import (
 
 from trustbatch.api import train_config
 from trustbatch.batching.samples import to_sequences
-from trustbatch.config import VllmConfig, parse_config
+from trustbatch.config import parse_config
 from trustbatch.errors import EngineError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.native.engine import NativeEngine
+from trustbatch.rollout.vllm.config import VllmConfig
 from trustbatch.rollout.vllm.engine import VllmEngine
 from trustbatch.types import Completion, GenerationRequest
 

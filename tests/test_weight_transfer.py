@@ -85,10 +85,10 @@ def test_versions_are_kept_until_they_are_forgotten_and_come_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The receiver is in this process, where an engine has it in its own."""
-    from trustbatch.weight_sync.direct import DirectPublisher
+    from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
 
     monkeypatch.setattr("trustbatch.weight_sync.buckets.BUCKET_BYTES", 128)
-    publisher = DirectPublisher(address=HOST, seconds=30.0)
+    publisher = ProcessGroupPublisher(address=HOST, seconds=30.0)
     weights = [some_weights(version) for version in range(3)]
     published = [publisher.publish(each, version) for version, each in enumerate(weights)]
     size = publisher.live_bytes // 3
@@ -119,11 +119,13 @@ def test_versions_are_kept_until_they_are_forgotten_and_come_unchanged(
 
 
 def test_a_trainer_that_does_not_reply_times_out() -> None:
-    from trustbatch.weight_sync.direct import DirectPublication
+    from trustbatch.weight_sync.group_publisher import ProcessGroupPublication
     from trustbatch.weight_sync.rendezvous import Rendezvous
 
     rendezvous = Rendezvous.open(HOST)
-    deaf = DirectPublication(rendezvous.address, version=4, layouts=(), on_gpu=False, seconds=0.3)
+    deaf = ProcessGroupPublication(
+        rendezvous.address, version=4, layouts=(), on_gpu=False, seconds=0.3
+    )
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"Version 4 .* did not arrive .*transfer_seconds = 0\.3"):
         list(deaf.tensors(ENDPOINT))
@@ -137,7 +139,7 @@ def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
     import ray
 
     from trustbatch.cluster.publishers import this_endpoint
-    from trustbatch.weight_sync.direct import DirectPublisher
+    from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
 
     class Taker:
         def take(self, publication: Any, upset_by: signal.Signals | None) -> float:
@@ -152,7 +154,7 @@ def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
     monkeypatch.setattr("trustbatch.weight_sync.buckets.BUCKET_BYTES", 2**22)
     weights = [(f"w{n}", torch.full((2**20,), float(n))) for n in range(32)]
     patient, impatient = (
-        DirectPublisher(address=HOST, seconds=seconds) for seconds in (300.0, 2.0)
+        ProcessGroupPublisher(address=HOST, seconds=seconds) for seconds in (300.0, 2.0)
     )
     remote: Any = ray.remote(Taker)
     dead, silent, sound = (remote.remote() for _ in range(3))
@@ -183,10 +185,10 @@ def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
 def test_killed_engines_get_what_they_need_and_the_run_is_the_same(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trustbatch.weight_sync.direct import DirectPublisher
+    from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
 
     num_live, num_served = [], []
-    publish, serve = DirectPublisher.publish, DirectPublisher._serve
+    publish, serve = ProcessGroupPublisher.publish, ProcessGroupPublisher._serve
 
     def counted(self: Any, weights: Any, version: int) -> Any:
         publication = publish(self, weights, version)
@@ -197,13 +199,13 @@ def test_killed_engines_get_what_they_need_and_the_run_is_the_same(
         num_served.append((request.engine, request.version))
         serve(self, request)
 
-    monkeypatch.setattr(DirectPublisher, "publish", counted)
-    monkeypatch.setattr(DirectPublisher, "_serve", served)
+    monkeypatch.setattr(ProcessGroupPublisher, "publish", counted)
+    monkeypatch.setattr(ProcessGroupPublisher, "_serve", served)
     length = {"training": {"steps": 8, "learning_rate": 1e-3}}
     expected = run(tiny_folder, tmp_path / "sync", rollout={"lag": 1}, **length)
     plan = [(2, "EngineActor", 2)]
     killer = kill_meanwhile(tmp_path / "async" / "run", plan)
-    cluster = {"engines": 2, "max_lag": 1, "weight_transfer": "direct"}
+    cluster = {"engines": 2, "max_lag": 1, "weight_transfer": "process_group"}
     actual = run(tiny_folder, tmp_path / "async", cluster=cluster, **length)
     killer.join()
     assert_same(actual, expected)
@@ -220,13 +222,13 @@ def test_killed_engines_get_what_they_need_and_the_run_is_the_same(
     [
         ("auto", "cpu", 1, 0, 0, "shared_memory"),
         ("auto", "auto", 1, 0, 0, "shared_memory"),
-        ("direct", "cpu", 1, 0, 0, "direct"),
+        ("process_group", "cpu", 1, 0, 0, "process_group"),
         ("auto", "cpu", 1, 4, 4, "shared_memory"),
         ("auto", "auto", 1, 1, 1, "shared_memory"),  # the trainer's own
-        ("direct", "cuda", 1, 1, 1, "shared_memory"),
-        ("auto", "cuda", 1, 1, 2, "direct"),  # the trainer has kept the other one
-        ("auto", "cuda", 1, 8, 1, "direct"),  # of other machines
-        ("auto", "cuda", 6, 8, 1, "direct"),  # Ray shows a trainer its own only
+        ("process_group", "cuda", 1, 1, 1, "shared_memory"),
+        ("auto", "cuda", 1, 1, 2, "process_group"),  # the trainer has kept the other one
+        ("auto", "cuda", 1, 8, 1, "process_group"),  # of other machines
+        ("auto", "cuda", 6, 8, 1, "process_group"),  # Ray shows a trainer its own only
         ("shared_memory", "cuda", 6, 8, 1, "shared_memory"),
         ("disk", "cuda", 6, 8, 1, "disk"),
     ],
@@ -252,12 +254,16 @@ def test_auto_is_direct_between_gpus_only(
     }
     found = transfer_method(parse_config(tree), ray_gpus=ray_gpus, gpu_memory=80 * 2.0**30)
     assert found == method
-    assert ("share the only GPU" in caplog.text) == (asked == "direct" != method)
+    assert ("share the only GPU" in caplog.text) == (asked == "process_group" != method)
 
 
 @pytest.mark.parametrize(
     ("asked", "share", "method"),
-    [("auto", 0.19, "direct"), ("auto", 0.21, "shared_memory"), ("direct", 0.21, "direct")],
+    [
+        ("auto", 0.19, "process_group"),
+        ("auto", 0.21, "shared_memory"),
+        ("process_group", 0.21, "process_group"),
+    ],
 )
 def test_auto_is_direct_where_the_versions_leave_room(
     asked: str, share: float, method: str, tiny_folder: Path

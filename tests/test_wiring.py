@@ -10,7 +10,8 @@ import torch
 
 import trustbatch
 from trustbatch.advantages import ADVANTAGES
-from trustbatch.config import AdvantageConfig, Config, parse_config
+from trustbatch.config import Config, parse_config
+from trustbatch.config.objective import AdvantageConfig
 from trustbatch.errors import CheckpointError, ConfigError, DivergedError, RewardError
 from trustbatch.loops.sync import train_sync
 from trustbatch.observe.progress import Progress

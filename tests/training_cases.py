@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 
 from trustbatch.batching.micro_batches import micro_batches
-from trustbatch.config import TrainingConfig
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import build_objective
 from trustbatch.rollout.native.engine import NativeEngine
+from trustbatch.training.config import TrainingConfig
 from trustbatch.training.logprobs import token_logprobs
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import GenerationRequest, SamplingParams, TrainSequence

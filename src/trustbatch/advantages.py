@@ -19,6 +19,7 @@ def group_standardized(rewards: Tensor, *, epsilon: float = 1e-6) -> Tensor:
 
     The paper's equation for the group-relative advantage.
     """
+    _require_positive("epsilon", epsilon)
     rewards = _checked(rewards)
     centered = rewards - rewards.nanmean(dim=1, keepdim=True)
     return _zero_where_equal(rewards, centered / (_deviation(rewards) + epsilon))
@@ -47,6 +48,7 @@ def group_quantile(rewards: Tensor, *, quantile: float = 0.4, epsilon: float = 1
     about the mean, as in `group_standardized`. QAE's code interpolates between two rewards, which
     gives a part of the advantage to both kinds where q lies between them; this does not.
     """
+    _require_positive("epsilon", epsilon)
     if not 0 < quantile < 1:
         raise ValueError(f"quantile must be between 0 and 1, not {quantile:g}.")
     rewards = _checked(rewards)
@@ -64,6 +66,11 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "leave_one_out": leave_one_out,
     "group_quantile": group_quantile,
 }
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a number above 0, not {value!r}.")
 
 
 def _checked(rewards: Tensor) -> Tensor:

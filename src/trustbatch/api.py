@@ -13,12 +13,12 @@ from trustbatch.config.cautions import cautions
 from trustbatch.loops.async_loop import train_async
 from trustbatch.loops.sync import train_sync
 from trustbatch.observe.progress import Progress
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.session import configured_task, open_session
 from trustbatch.tasks import FilteredTask, Task, check_task
 from trustbatch.utils.distributed import joined_ranks, this_rank
+from trustbatch.utils.terminal import LiveLine
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,12 @@ def _named(value: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe(task: Task) -> dict[str, Any]:
-    """Record of a task given as an object: its name, and its plain fields where it has any."""
+    """Record of a task given as an object: the path of its class, and its plain fields."""
     described: dict[str, Any] = {}
     if dataclasses.is_dataclass(task):
         for field in dataclasses.fields(task):
             value = getattr(task, field.name)
             if isinstance(value, str | int | float | bool):
                 described[field.name] = value
-    return described | {"name": task.name}
+    kind = type(task)
+    return described | {"name": f"{kind.__module__}:{kind.__qualname__}"}

@@ -205,8 +205,8 @@ def _gib(text: str) -> float:
 
 def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.config import load_config
+    from trustbatch.config.resume import check_resumable
     from trustbatch.evaluation.in_training import configured_suite
-    from trustbatch.utils.terminal import LiveLine
     from trustbatch.observe.run_folder import RunFolder
     from trustbatch.plan import describe_plan
     from trustbatch.plan.hardware import find_hardware, has_gpu
@@ -215,6 +215,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.rewards import Scorer
     from trustbatch.session import configured_task
     from trustbatch.tasks import fit_task, without_overlap
+    from trustbatch.utils.terminal import LiveLine
 
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # under torchrun the first process speaks for all
@@ -230,7 +231,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         task = fit_task(task, encode, say=LiveLine().show)
     if not is_elsewhere:
         engine_info(config.rollout.engine).require()
-    RunFolder(config)  # refuses the folder of another run
+    check_resumable(config, RunFolder(config.run, config.to_toml()))
     if config.reward.terms:
         scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
         with contextlib.closing(scorer):
@@ -274,9 +275,9 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.doctor.show import show, to_record
     from trustbatch.doctor.verdict import judge
     from trustbatch.engines import build_engine, load_second_policies
-    from trustbatch.utils.terminal import LiveLine
     from trustbatch.session import configured_task, load_policy
     from trustbatch.tasks import fit_task
+    from trustbatch.utils.terminal import LiveLine
 
     config = load_config(options.config, overrides)
     if options.json and not Path(options.json).absolute().parent.is_dir():

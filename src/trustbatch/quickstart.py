@@ -11,9 +11,9 @@ from trustbatch.api import train
 from trustbatch.evaluation import EvaluationResult, evaluate
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import warm_start
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.report import write_report
 from trustbatch.tasks import build_task
+from trustbatch.utils.terminal import LiveLine
 
 MAX_TOKENS = 6
 EVALUATION_SEED = 1_000_003

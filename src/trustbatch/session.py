@@ -11,18 +11,18 @@ from trustbatch.checkpoints.load import newest_checkpoint, restore, unreadable
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.checkpoints.save import Checkpointer
 from trustbatch.config import Config
+from trustbatch.config.resume import check_resumable
 from trustbatch.engines import Engines, open_engines
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_suite
 from trustbatch.models.policy import Policy, default_precision
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.rewards import Scorer
 from trustbatch.rewards.shared import GroupScorer, SharedScorer
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.registry import engine_info
 from trustbatch.rollout.wrappers import SharedEngine
-from trustbatch.tasks import LearningTask, Task, build_task, fit_task, without_overlap
+from trustbatch.tasks import LearningTask, Task, fit_task, without_overlap
 from trustbatch.training.canary import NUM_PROMPTS, Canary
 from trustbatch.training.canary_reference import CanaryNotes
 from trustbatch.training.sharding import shard
@@ -30,6 +30,7 @@ from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
 from trustbatch.utils.cuda_memory import enable_expandable_segments
 from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
+from trustbatch.utils.terminal import LiveLine
 
 if TYPE_CHECKING:  # Ray is imported only where a run has [cluster]
     from trustbatch.cluster.actor_pool import ActorPool
@@ -91,7 +92,9 @@ def open_session(config: Config, task: Task | None = None) -> Session:
     suite = configured_suite(config.evaluation)
     task = without_overlap(task, [each.task for each in suite])
     own_scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
-    run = RunFolder(config) if this_rank() == 0 else ReadOnlyRunFolder(config)
+    open_folder = RunFolder if this_rank() == 0 else ReadOnlyRunFolder
+    run = open_folder(config.run, config.to_toml())
+    check_resumable(config, run)
     checkpoint = newest_checkpoint(run.checkpoints)
     policy = _load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
     replica = None
@@ -107,7 +110,7 @@ def open_session(config: Config, task: Task | None = None) -> Session:
         _shard(config, policy, reference)
     trainer = Trainer(
         policy,
-        config.build_objective(),
+        config.objective.build(),
         config.training,
         policy_temperature=config.policy_temperature,
         seed=config.seed,
@@ -218,7 +221,7 @@ def configured_sampling(config: Config, policy: Policy) -> SamplingParams:
 def configured_task(config: Config) -> Task:
     """Build the task that [task] describes."""
     try:
-        return build_task(config.task.name, seed=config.seed, **config.task.options)
+        return config.task.build(seed=config.seed)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"[task] can't be used: {error}") from error
 
@@ -275,7 +278,7 @@ def _shard(config: Config, policy: Policy, reference: Policy | None) -> None:
 
 def _load_reference(config: Config, policy: Policy) -> Policy | None:
     """Load the frozen reference where the objective asks for one."""
-    if not config.build_objective().reference_kl_coef:
+    if not config.objective.build().reference_kl_coef:
         return None
     name = config.training.reference_model or config.model.name
     if policy.adapters is not None and name == config.model.name:

@@ -16,7 +16,6 @@ import torch
 from tests.shared_data import shared_data
 
 from trustbatch.cli import main
-from trustbatch.config import RolloutConfig
 from trustbatch.evaluation import evaluate
 from trustbatch.evaluation.models import short_names
 from trustbatch.evaluation.sample import sample_records
@@ -25,6 +24,7 @@ from trustbatch.evaluation.suite import TaskChoice, load_suite
 from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
+from trustbatch.rollout.config import RolloutConfig
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import build_task
 from trustbatch.types import Completion, GenerationRequest

@@ -40,7 +40,7 @@ def test_an_engine_gets_what_a_gpu_holds() -> None:
         import ray
 
         from trustbatch.cluster.publishers import this_endpoint
-        from trustbatch.weight_sync.direct import DirectPublisher
+        from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
         from trustbatch.weight_sync.process_group import Backend
 
         class Taker:
@@ -50,7 +50,7 @@ def test_an_engine_gets_what_a_gpu_holds() -> None:
 
         has_several = torch.cuda.device_count() > 1
         weights = [(f"w{n}", torch.full((2**24,), float(n), device="cuda")) for n in range(20)]
-        publisher = DirectPublisher(address=ray.util.get_node_ip_address(), seconds=120.0)
+        publisher = ProcessGroupPublisher(address=ray.util.get_node_ip_address(), seconds=120.0)
         publication = publisher.publish(weights, 3)
         for _, tensor in weights:
             tensor.zero_()  # the copy is another one

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from tests.ranks.train_worker import make_batches
 
-from trustbatch.config import LoraConfig, TrainingConfig
+from trustbatch.models.config import LoraConfig
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import build_objective
+from trustbatch.training.config import TrainingConfig
 from trustbatch.training.layer_calls import compile_layers
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer

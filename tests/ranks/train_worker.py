@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from trustbatch.config import TrainingConfig
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import OBJECTIVES, build_objective
 from trustbatch.rollout.native.engine import NativeEngine
+from trustbatch.training.config import TrainingConfig
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import Completion, GenerationRequest, SamplingParams, TrainSequence

@@ -23,10 +23,10 @@ from trustbatch.checkpoints.manifest import listed_bytes, verify
 from trustbatch.checkpoints.shards import StoredTensor, is_plain, list_tensors, read_into
 from trustbatch.errors import CheckpointError
 from trustbatch.models.policy import Policy
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.rollout.records import group_from_record
 from trustbatch.training.trainer import Trainer
 from trustbatch.utils.distributed import all_gather, from_rank_zero, this_rank
+from trustbatch.utils.terminal import LiveLine
 
 TRAINER_FOLDER, STATE_FILE, PENDING_FILE = "trainer", "state.json", "pending_rollouts.jsonl"
 SPARE_FILE = "spare_rollouts.jsonl"

@@ -38,12 +38,12 @@ from trustbatch.checkpoints.manifest import seal, write_manifest
 from trustbatch.checkpoints.shards import Piece, copy_pieces, list_tensors, read_into, write_pieces
 from trustbatch.errors import CheckpointError
 from trustbatch.models.policy import Policy
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.rollout.records import group_to_record
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup
 from trustbatch.utils.distributed import from_rank_zero, num_ranks, this_rank
 from trustbatch.utils.files import fsync
+from trustbatch.utils.terminal import LiveLine
 
 MAX_FILE_BYTES = 5_000_000_000
 STALL_SECONDS = 600.0

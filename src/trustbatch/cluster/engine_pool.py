@@ -18,7 +18,8 @@ from trustbatch.cluster.engine_actor import (
 )
 from trustbatch.cluster.placement import Places, machines
 from trustbatch.cluster.publishers import open_publisher
-from trustbatch.config import ClusterConfig, Config
+from trustbatch.config import Config
+from trustbatch.config.cluster import ClusterConfig
 from trustbatch.errors import EngineError
 from trustbatch.plan.demand import Demand
 from trustbatch.rollout.engine import RolloutEngine

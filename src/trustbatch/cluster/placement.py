@@ -7,8 +7,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trustbatch.errors import EngineError
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.plan.demand import Bundles, Resources, amounts
+from trustbatch.utils.terminal import LiveLine
 
 QUIET_SECONDS = 5.0
 """of waiting before a line says so"""
@@ -53,8 +53,8 @@ class Places:
         line.show(f"Waiting for Ray to place {self.bundles}")
         if not self._group.wait(max(seconds - QUIET_SECONDS, 0.0)):
             raise EngineError(
-                f"Timed out after {seconds:.0f} seconds (cluster.start_seconds) of waiting for Ray to "
-                f"place {self.bundles}: of {amounts(ray.cluster_resources())} in total, "
+                f"Timed out after {seconds:.0f} seconds (cluster.start_seconds): Ray could not place "
+                f"{self.bundles}; of {amounts(ray.cluster_resources())} in total, "
                 f"{amounts(ray.available_resources())} are free; lower {self.bundles.key}, or "
                 "wait until other runs have ended."
             )

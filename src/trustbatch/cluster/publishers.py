@@ -16,7 +16,7 @@ from trustbatch.models.policy import default_precision
 from trustbatch.plan.outline import ModelOutline
 from trustbatch.plan.published import published_bytes
 from trustbatch.rollout.registry import engine_info
-from trustbatch.weight_sync.direct import DirectPublisher
+from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
 from trustbatch.weight_sync.publications import (
     DiskPublisher,
     Endpoint,
@@ -36,8 +36,8 @@ def open_publisher(config: Config) -> Publisher:
     method = transfer_method(config, ray_gpus=ray_gpus, gpu_memory=_gpu_memory())
     if method == "disk":
         return DiskPublisher(weights_folder(config))
-    if method == "direct":
-        return DirectPublisher(
+    if method == "process_group":
+        return ProcessGroupPublisher(
             address=ray.util.get_node_ip_address(),
             seconds=cluster.transfer_seconds,
             dtype=engine_dtype(config),
@@ -59,7 +59,7 @@ def weights_folder(config: Config) -> Path:
 
 
 def transfer_method(config: Config, *, ray_gpus: float, gpu_memory: float) -> str:
-    """Return "direct", "shared_memory" or "disk".
+    """Return "process_group", "shared_memory" or "disk".
 
     Args:
         config: of the run.

@@ -1,6 +1,6 @@
 """What a configuration may ask for, and what nevertheless works against it."""
 
-from trustbatch.config import Config
+from trustbatch.config.tree import Config
 
 
 def cautions(config: Config) -> list[str]:
@@ -16,7 +16,7 @@ def _clipped_temperature(config: Config) -> list[str]:
     sampled, policy = config.rollout.temperature, config.policy_temperature
     # raw log-probs are those at T = 1, and the ratio is to what was recorded
     recorded = 1.0 if config.rollout.logprob_mode == "raw" else sampled
-    clipped = config.build_objective().clips_behavior_ratio
+    clipped = config.objective.build().clips_behavior_ratio
     # a bound on the difference of probabilities leaves unlikely tokens alone, whatever their ratio
     if recorded == policy or clipped in (None, "probability"):
         return []

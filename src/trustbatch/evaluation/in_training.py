@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trustbatch.config import Config, EvaluationConfig
+from trustbatch.config import Config
+from trustbatch.config.evaluation import EvaluationConfig
 from trustbatch.evaluation.folder import EvaluationFolder
 from trustbatch.evaluation.outcomes import ProblemOutcome
 from trustbatch.evaluation.pass_at_k import shown_ks
@@ -144,10 +145,7 @@ def configured_suite(table: EvaluationConfig) -> list[EvaluatedTask]:
     """Load the tasks that [evaluation] names; none where nothing is evaluated."""
     if not table.every:
         return []
-    choices = [
-        TaskChoice(entry) if isinstance(entry, str) else TaskChoice(entry.name, entry.options)
-        for entry in table.suite
-    ]
+    choices = [TaskChoice(entry.name, entry.options) for entry in table.suite]
     return load_suite(choices, data=table.data, limit=table.limit, num_endless=table.prompts)
 
 

@@ -5,10 +5,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trustbatch.config import MAX_TURNS
 from trustbatch.models.policy import Policy
 from trustbatch.rewards import Scorer, rewards_of
 from trustbatch.rollout.collect import collect
+from trustbatch.rollout.config import MAX_TURNS
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import Task
 from trustbatch.types import RolloutGroup, SamplingParams

@@ -9,8 +9,9 @@ from trustbatch.config import apply_override
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.run import Evaluation
 from trustbatch.evaluation.settings import SamplingSettings
-from trustbatch.evaluation.suite import FILE_ENDINGS, TaskChoice, load_suite
+from trustbatch.evaluation.suite import TaskChoice, load_suite
 from trustbatch.rollout import registry
+from trustbatch.tasks.file import FILE_ENDINGS
 
 DEFAULT = SamplingSettings()
 ENGINE_KEYS = ("rollout.max_sequences", "rollout.precision")

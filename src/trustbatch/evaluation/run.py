@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trustbatch.config import Config, ModelConfig, parse_config
+from trustbatch.config import Config, parse_config
 from trustbatch.engines import build_engine
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.folder import EvaluationFolder
@@ -23,12 +23,13 @@ from trustbatch.evaluation.results import EvaluationResults
 from trustbatch.evaluation.sample import sample_records
 from trustbatch.evaluation.settings import SamplingSettings, recorded_settings
 from trustbatch.evaluation.suite import EvaluatedTask
+from trustbatch.models.config import ModelConfig
 from trustbatch.models.policy import Policy
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_info
 from trustbatch.session import load_model
+from trustbatch.utils.terminal import LiveLine
 
 MAX_SEQUENCES = {"cuda": 512, "cpu": 64}
 """sequences decoded at a time, unless told: the more, the more is lost in a kill"""

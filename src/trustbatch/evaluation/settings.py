@@ -9,9 +9,9 @@ from trustbatch.tasks.answering import answers
 from trustbatch.types import SamplingParams
 
 if TYPE_CHECKING:
-    from trustbatch.config import RolloutConfig
     from trustbatch.evaluation.suite import EvaluatedTask
     from trustbatch.models.policy import Policy
+    from trustbatch.rollout.config import RolloutConfig
 
 
 @dataclass(frozen=True, kw_only=True)

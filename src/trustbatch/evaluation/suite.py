@@ -11,6 +11,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.evaluation.settings import digest
 from trustbatch.tasks import TASKS, Task, build_task
 from trustbatch.tasks.base import ProblemSet
+from trustbatch.tasks.file import FILE_ENDINGS
 from trustbatch.tasks.hub import NotFetchedError
 from trustbatch.types import Prompt
 
@@ -18,7 +19,6 @@ PROBLEM_SEED = 1_000_003
 """tasks without an end take their problems from another seed than a run usually has"""
 NUM_ENDLESS = 256
 """problems of a task without an end, unless told"""
-FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 DATA_FILES = {
     "amo_bench": "amo_bench_p",
     "countdown": "countdown_test",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trustbatch.checkpoints.loop_state import LoopState
-from trustbatch.config import ClusterConfig
+from trustbatch.config.cluster import ClusterConfig
 from trustbatch.errors import EngineError
 from trustbatch.loops.generate import sample_batch
 from trustbatch.session import Session

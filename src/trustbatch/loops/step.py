@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from trustbatch.advantages import ADVANTAGES
 from trustbatch.batching.samples import to_sequences
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.plan.shortage import memory_advice
@@ -24,7 +23,7 @@ def train_on(
     config, loop = session.config, session.loop
     generated = time.perf_counter()
     rewards = rewards_of(groups)
-    advantages = ADVANTAGES[config.advantage.name](rewards, **config.advantage.options)
+    advantages = config.advantage.build()(rewards)
     metrics = rollout_metrics(groups, policy=session.policy.name, version=loop.step)
     trained_from = time.perf_counter()
     session.engine.sleep()

@@ -18,7 +18,13 @@ def train_sync(session: Session, progress: Progress) -> dict[str, float]:
     that run side by side (`async_loop.py`).
     """
     config, loop, metrics = session.config, session.loop, {}
-    status = StepStatus(session.run.status, config, step=loop.step)
+    status = StepStatus(
+        session.run.status,
+        step=loop.step,
+        steps=config.training.steps,
+        lag=config.rollout.lag,
+        engine=config.rollout.engine,
+    )
     session.canary.at_start(version=loop.step)
     session.evaluation.before_first_step(loop.step)
     while loop.step < config.training.steps:

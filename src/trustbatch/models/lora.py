@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from trustbatch.config import ALL_LINEAR, LoraConfig
 from trustbatch.errors import ConfigError
+from trustbatch.models.config import ALL_LINEAR, LoraConfig
 from trustbatch.utils.distributed import full_tensor
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -18,8 +18,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from trustbatch.config import LoraConfig
 from trustbatch.errors import ConfigError
+from trustbatch.models.config import LoraConfig
 from trustbatch.models.gguf import find_gguf, load_gguf, read_gguf_config
 from trustbatch.models.known_shapes import known_config
 from trustbatch.models.lora import Adapters

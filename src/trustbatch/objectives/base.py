@@ -113,6 +113,10 @@ class Objective(ABC):
         """Whether the [T, K] fields must be given."""
         return False
 
+    def resolved(self, *, has_top_logp: bool) -> "Objective":
+        """Return the objective with options "auto" replaced: whether there are [T, K] fields."""
+        return self
+
     @property
     def needs_anchor(self) -> bool:
         """Whether it pulls to the anchor, which engines then record where it differs."""
@@ -120,16 +124,17 @@ class Objective(ABC):
 
     def totals(self, batch: TokenBatch) -> Totals:
         """Sum over the batch what the step must know as a whole; carries no gradient."""
+        objective = self.resolved(has_top_logp=batch.top_logp is not None)
         with torch.no_grad():
-            tokens = self._measurable(batch)
+            tokens = objective._measurable(batch)
             num_sequences = torch.unique(tokens.sequence).numel()
             one = torch.ones((), dtype=torch.float64, device=batch.logp.device)
             return Totals(
                 num_tokens=one * len(tokens),
                 num_sequences=one * num_sequences,
-                moments=self.moments(tokens),
-                sums=self.sums(tokens),
-                pools=self.pools(tokens),
+                moments=objective.moments(tokens),
+                sums=objective.sums(tokens),
+                pools=objective.pools(tokens),
             )
 
     def __call__(self, batch: TokenBatch, totals: Totals) -> ObjectiveOutput:
@@ -138,8 +143,9 @@ class Objective(ABC):
         Tokens whose log-ratio is not finite take no part and are counted. With no token left the
         loss is 0 and so is its gradient.
         """
-        tokens = self._measurable(batch)
-        loss, metrics = self.policy_loss(tokens, totals)
+        objective = self.resolved(has_top_logp=batch.top_logp is not None)
+        tokens = objective._measurable(batch)
+        loss, metrics = objective.policy_loss(tokens, totals)
         if self.entropy_coef:
             entropy = require(tokens.entropy, "entropy", "entropy_coef")
             loss = loss - self.entropy_coef * totals.per_token(entropy)

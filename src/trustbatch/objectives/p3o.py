@@ -1,6 +1,6 @@
 """P3O: one measured number caps the score-function weight and sets the pull back to the data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from trustbatch.objectives.estimators import (
 from trustbatch.objectives.metrics import Mean, Metrics
 from trustbatch.objectives.token_batch import TokenBatch
 
-KL_CHOICES = ("importance", "k3", "top_k", "none")
+KL_CHOICES = ("auto", "importance", "k3", "top_k", "none")
 ESS_SCOPES = ("step", "micro_batch")
 ANCHORS = ("model", "sampler")
 
@@ -34,7 +34,8 @@ class P3O(Objective):
     Algorithm 2 does), and `kl` chooses how the KL is measured (see `estimators`).
     """
 
-    kl: str = "importance"
+    kl: str = "auto"
+    """"auto": "top_k" where the engine recorded the top log-probs, otherwise "importance\""""
     anchor: str = "model"
     ess_scope: str = "step"
 
@@ -58,6 +59,10 @@ class P3O(Objective):
     def needs_anchor(self) -> bool:
         """Only a pull to the model looks beyond what was sampled from."""
         return self.anchor == "model" and self.kl != "none"
+
+    def resolved(self, *, has_top_logp: bool) -> "P3O":
+        """Choose the best estimate of the KL that the data allows."""
+        return replace(self, kl=resolved_kl(self.kl, has_top_logp=has_top_logp))
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
         """Sums of the behavior ratios and of their squares."""
@@ -94,6 +99,13 @@ class P3O(Objective):
             "ratio/capped_fraction": Mean.of((ratio > cap * (1.0 + 1e-5)).float()),
             "weight/cap": Mean.of(ess.expand(ratio.shape)),
         }
+
+
+def resolved_kl(kl: str, *, has_top_logp: bool) -> str:
+    """Return which estimate "auto" stands for; the others stand for themselves."""
+    if kl != "auto":
+        return kl
+    return "top_k" if has_top_logp else "importance"
 
 
 def sampler_anchor(kl: str, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,6 @@
 """PACT: proximal anchor, capped trust. P3O whose pull is as strong as the batch is uncertain."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from trustbatch.objectives.base import Objective, Totals, require, require_choice, require_number
 from trustbatch.objectives.estimators import RatioMoments, bounded, effective_sample_size
 from trustbatch.objectives.metrics import Mean, Metrics
-from trustbatch.objectives.p3o import KL_CHOICES, kl_to, model_anchor
+from trustbatch.objectives.p3o import KL_CHOICES, kl_to, model_anchor, resolved_kl
 from trustbatch.objectives.token_batch import TokenBatch
 
 ANCHORS = ("proximal", "model", "both")
@@ -33,7 +33,7 @@ class PACT(Objective):
     `anchor="model"` puts the model in the place of prox.
     """
 
-    kl: str = "importance"
+    kl: str = "auto"
     anchor: str = "both"
     pull: str | float = "standard_error"
     """how c is measured, or a number as a control"""
@@ -63,6 +63,10 @@ class PACT(Objective):
     def needs_anchor(self) -> bool:
         """Only a pull to the model needs what the engine knows of it."""
         return self.anchor != "proximal" and self.kl != "none"
+
+    def resolved(self, *, has_top_logp: bool) -> "PACT":
+        """Choose the best estimate of the KL that the data allows."""
+        return replace(self, kl=resolved_kl(self.kl, has_top_logp=has_top_logp))
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
         """Sums of the behavior ratios and of their squares, for each source."""

@@ -15,57 +15,30 @@ import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from trustbatch.config import Config, load_config
-from trustbatch.errors import CheckpointError, ConfigError
+from trustbatch.errors import CheckpointError
+from trustbatch.observe.config import RunConfig
 from trustbatch.observe.status import NoStatusFile, StatusFile
 from trustbatch.rollout.records import readable_record
 from trustbatch.types import RolloutGroup
 from trustbatch.utils.files import lock_folder, write_atomically
 
-MAY_CHANGE = (
-    "run.",
-    "rollout.max_sequences",
-    "rollout.prompts_per_call",
-    "rollout.canary_every",
-    "rollout.vllm.start_seconds",
-    "rollout.vllm.generate_seconds",
-    "rollout.vllm.update_seconds",
-    "rollout.vllm.transfer_folder",
-    "cluster.engines",
-    "cluster.trainers",
-    "cluster.reward_workers",
-    "cluster.address",
-    "cluster.engine_gpus",
-    "cluster.weight_transfer",
-    "cluster.transfer_folder",
-    "cluster.max_restarts",
-    "cluster.start_seconds",
-    "cluster.generate_seconds",
-    "cluster.grade_seconds",
-    "cluster.train_seconds",
-    "cluster.transfer_seconds",
-    "reward.workers",
-    "reward.time_limit",
-    "reward.memory_limit_gib",
-    "training.gradient_checkpointing",
-    "training.compile",
-    "training.cpu_offload",
-    "evaluation.",
-)
-"""keys that a continued run may change: they decide where and how fast, not what is computed"""
-DIVISION_OF_WORK = ("training.micro_batch_tokens", "training.share_prompts")
-"""likewise, unless the objective measures its trust in each micro-batch"""
-
 
 class RunFolder:
     """Everything that a run leaves behind, in `runs/NAME/`."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.path = config.run.path
+    def __init__(self, table: RunConfig, resolved: str) -> None:
+        self.table = table
+        self.resolved = resolved
+        """the whole configuration, as TOML"""
+        self.path = table.path
         self.checkpoints = self.path / "checkpoints"
         self.status = StatusFile(self.path)
-        self._refuse_other_config()
+
+    @property
+    def has_results(self) -> bool:
+        """Whether a step was trained: what a failed start left behind binds nobody."""
+        has_steps = any(line["step"] > 0 for line in read_metrics(self.path))
+        return has_steps or any(self.checkpoints.glob("step-*"))
 
     def start(self, step: int) -> None:
         """Begin or continue after `step`: forget what a killed run wrote beyond it."""
@@ -75,7 +48,7 @@ class RunFolder:
             in_use=f"Another process is training in {self.path}: wait for it, or choose another "
             "run.name.",
         )
-        write_atomically(self.path / "config.toml", self.config.to_toml())
+        write_atomically(self.path / "config.toml", self.resolved)
         environment = json.dumps(describe_environment(), indent=2)
         write_atomically(self.path / "environment.json", environment + "\n")
         (self.path / "rollouts").mkdir(exist_ok=True)
@@ -109,7 +82,7 @@ class RunFolder:
             for number, group in enumerate(groups)
             for sample in range(len(group.completions))
         ]
-        lines = [json.dumps(row) + "\n" for row in rows[: self.config.run.rollouts_logged]]
+        lines = [json.dumps(row) + "\n" for row in rows[: self.table.rollouts_logged]]
         (self.path / "rollouts" / f"step-{step:06d}.jsonl").write_text(
             "".join(lines), encoding="utf-8"
         )
@@ -124,36 +97,6 @@ class RunFolder:
     @property
     def _metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
-
-    def _refuse_other_config(self) -> None:
-        file = self.path / "config.toml"
-        # what a failed start left behind binds nobody
-        has_steps = any(line["step"] > 0 for line in read_metrics(self.path))
-        has_results = has_steps or any(self.checkpoints.glob("step-*"))
-        if not file.is_file() or not has_results:
-            return
-        # parsed, so that a key this version has added counts as its default
-        try:
-            before = _flatten(load_config(file).to_dict())
-        except ConfigError as error:
-            raise ConfigError(f"{file} can't be read, so the run can't go on: {error}") from error
-        now = _flatten(self.config.to_dict())
-        may_change = MAY_CHANGE
-        if self.config.objective.options.get("ess_scope") != "micro_batch":
-            may_change += DIVISION_OF_WORK
-        changed = sorted(
-            key
-            for key in before.keys() | now.keys()
-            if before.get(key) != now.get(key) and not key.startswith(may_change)
-        )
-        if changed:
-            key = changed[0]
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            raise ConfigError(
-                f"{self.path} holds a run with another configuration ({key} was "
-                f"{before.get(key, 'not set')}, now {now.get(key, 'not set')}{more}): choose "
-                "another name or folder for this run, or delete that one."
-            )
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -171,8 +114,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 class ReadOnlyRunFolder(RunFolder):
     """The run folder as ranks other than the first see it: they write nothing."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, table: RunConfig, resolved: str) -> None:
+        super().__init__(table, resolved)
         self.status = NoStatusFile(self.path)
 
     def start(self, step: int) -> None:
@@ -219,15 +162,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
-            value = {str(number): item for number, item in enumerate(value)}
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Mapping
 
-from trustbatch.config import Config
 from trustbatch.observe.status import EngineStatus, RunStatus, StatusFile
 
 STEPS_AVERAGED = 10
@@ -12,15 +11,15 @@ STEPS_AVERAGED = 10
 class StepStatus:
     """Tells the status file what the synchronous loop is at; all its engines count as one."""
 
-    def __init__(self, file: StatusFile, config: Config, *, step: int) -> None:
+    def __init__(self, file: StatusFile, *, step: int, steps: int, lag: int, engine: str) -> None:
         self._file = file
         self._engine = EngineStatus(state="idle", version=step)
         self._status = RunStatus(
             step=step,
-            steps=config.training.steps,
+            steps=steps,
             version=step,
-            buffer_room=config.rollout.lag,
-            engines={config.rollout.engine: self._engine},
+            buffer_room=lag,
+            engines={engine: self._engine},
         )
         self._num_tokens = 0
         self._recent: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=STEPS_AVERAGED)

@@ -1,7 +1,7 @@
 """What `--dry-run` shows: the work of one step, its memory, and what to change if that is short."""
 
 from trustbatch.checkpoints.load import list_checkpoints
-from trustbatch.config import Config, SecondPolicyConfig
+from trustbatch.config import Config
 from trustbatch.config.cautions import cautions
 from trustbatch.models.policy import count_parameters
 from trustbatch.plan.advice import advise
@@ -10,6 +10,7 @@ from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.hardware import Hardware, find_hardware
 from trustbatch.plan.memory import MemoryPlan, Phase, size
 from trustbatch.plan.setting import Setting
+from trustbatch.rollout.config import SecondPolicyConfig
 from trustbatch.tasks import FilteredTask, Task
 
 MARGIN = " " * 12

@@ -181,7 +181,7 @@ class Estimator:
         return FLOAT32 * self._trainable(setting) * on_device
 
     def _reference_parameters(self, setting: Setting) -> int:
-        if not self.config.build_objective().reference_kl_coef:
+        if not self.config.objective.build().reference_kl_coef:
             return 0
         name = self.config.training.reference_model
         if name is None or name == self.config.model.name:

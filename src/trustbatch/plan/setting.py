@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from trustbatch.config import ALL_LINEAR, Config, LoraConfig
+from trustbatch.config import Config
+from trustbatch.models.config import ALL_LINEAR, LoraConfig
 from trustbatch.rollout.registry import engine_info
 
 
@@ -58,7 +59,8 @@ class Setting:
             cpu_offload=training.cpu_offload,
             lora=None if lora is None else Lora.of(lora),
             engine_sleeps=info.sleeps(info.table(config.rollout)),
-            direct_transfer=cluster is not None and cluster.weight_transfer in ("auto", "direct"),
+            direct_transfer=cluster is not None
+            and cluster.weight_transfer in ("auto", "process_group"),
         )
 
     @property

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trustbatch.config import RewardConfig
 from trustbatch.errors import ConfigError, RewardError
+from trustbatch.rewards.config import RewardConfig
 from trustbatch.rewards.pool import GraderPool, NotPortable
 from trustbatch.rewards.term import BatchTerm, Sample, Term
 from trustbatch.rewards.terms import (
@@ -22,7 +22,6 @@ from trustbatch.rewards.terms import (
     OverlongTerm,
     PooledTerms,
     TaskTerm,
-    build_term,
 )
 from trustbatch.rewards.worker import Outcome, describe, graded
 from trustbatch.tasks.base import Task
@@ -267,7 +266,7 @@ def _build_terms(task: Task, reward: RewardConfig, max_tokens: int | None) -> li
     found: list[_Weighted] = []
     for table in reward.terms:
         try:
-            term = build_term(table.name, table.options)
+            term = table.build()
             term.check(max_tokens=max_tokens)
         except ValueError as error:
             raise ConfigError(f"[[reward.terms]] can't be used: {error}") from error

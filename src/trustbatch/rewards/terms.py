@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from trustbatch.errors import did_you_mean
 from trustbatch.math_grading.final_answers import last_box
 from trustbatch.math_grading.math_answers import grade_math
 from trustbatch.math_grading.math_answers import prepare as prepare_math
@@ -17,6 +16,7 @@ from trustbatch.rewards.functions import check_path, load_function, takes_detail
 from trustbatch.rewards.grading import grade_completion
 from trustbatch.rewards.http_reward import HttpTerm
 from trustbatch.rewards.term import BatchTerm, Sample, Term, checked, is_finite
+from trustbatch.utils.options import check_options, find_entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,30 +204,11 @@ class PooledTerms:
         return {label: checked(label, term.grade(sample)) for label, term in self.terms}
 
 
-def build_term(name: str, options: dict[str, Any]) -> Term | BatchTerm:
+def build_term(name: str, options: Mapping[str, Any]) -> Term | BatchTerm:
     """Build a term by name; a wrong name or option is refused with the nearest right one."""
-    if name not in TERMS:
-        raise ValueError(
-            f"There is no reward term {name!r}{did_you_mean(name, TERMS)}; choose one of "
-            f"{', '.join(TERMS)}."
-        )
-    known = [f for f in fields(TERMS[name]) if f.init and f.name != "task"]
-    for option in options:
-        if option not in [f.name for f in known]:
-            names = ", ".join(f.name for f in known) or "none"
-            hint = did_you_mean(option, [f.name for f in known])
-            raise ValueError(
-                f"The reward term {name} has no option {option!r}{hint}; its options are {names}."
-            )
-    from pydantic import TypeAdapter, ValidationError  # grading processes have no use for it
-
-    try:
-        adapter: TypeAdapter[Any] = TypeAdapter(TERMS[name])
-        return adapter.validate_python(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in (name, *first["loc"][:1]))
-        raise ValueError(f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}.") from error
+    make = find_entry(TERMS, name, kind="reward term")
+    check_options(make, options, what=f"reward term {name}", table=name, hidden=("task",))
+    return make(**options)
 
 
 def default_label(name: str, options: Mapping[str, Any]) -> str:

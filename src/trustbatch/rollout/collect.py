@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from trustbatch.config import MAX_TURNS
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
+from trustbatch.rollout.config import MAX_TURNS
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.episodes import play
 from trustbatch.tasks.answering import answers

@@ -9,8 +9,8 @@ from fractions import Fraction
 
 from torch import Tensor
 
-from trustbatch.config import SecondPolicyConfig
 from trustbatch.errors import ConfigError
+from trustbatch.rollout.config import SecondPolicyConfig
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Completion, GenerationRequest, SamplingParams
 

@@ -14,8 +14,9 @@ from rich.table import Table
 
 from trustbatch.errors import ConfigError, did_you_mean
 from trustbatch.studies.definitions import DEFINITIONS
-from trustbatch.studies.scales.scale import Scale, set_key
+from trustbatch.studies.scales.scale import Scale
 from trustbatch.studies.study import Arm, Study
+from trustbatch.utils.tables import set_key
 
 if TYPE_CHECKING:  # imports torch, for which --list need not wait
     from trustbatch.studies.job import Job

@@ -8,9 +8,9 @@ from typing import Any
 
 from trustbatch.evaluation import evaluate
 from trustbatch.models.policy import Policy
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.tasks import build_task
 from trustbatch.utils.files import write_atomically
+from trustbatch.utils.terminal import LiveLine
 
 NORMAL_95 = 1.96
 

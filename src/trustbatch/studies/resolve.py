@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from trustbatch.studies.scales.scale import set_key
 from trustbatch.studies.study import Arm, Study
 from trustbatch.studies.tiny_models import placed
+from trustbatch.utils.tables import set_key
 
 RUNS = "runs"
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.observe.status import FILE_NAME as STATUS_FILE
 from trustbatch.studies.folder import write_failure
 from trustbatch.studies.job import Job
 from trustbatch.studies.job_pool import JobPool, WorkerProcess
 from trustbatch.studies.running_step import share_done
+from trustbatch.utils.terminal import LiveLine
 
 LOOK_SECONDS = 0.5
 SECONDS_BETWEEN_LINES = 15.0

@@ -59,8 +59,8 @@ class Worker:
 
     def _do(self, job: Job) -> Outcome:
         if job.kind == "make_model":
-            from trustbatch.utils.terminal import LiveLine
             from trustbatch.studies.tiny_models import make_tiny_model
+            from trustbatch.utils.terminal import LiveLine
 
             make_tiny_model(job.path, say=LiveLine().show)
             return "finished"

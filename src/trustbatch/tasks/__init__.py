@@ -5,10 +5,9 @@ To add a task, write one file with a class that has `name`, `prompt` and `grade`
 reads data is a short `ProblemTask`; `gsm8k.py` is a good one to copy.
 """
 
-from dataclasses import fields
+from collections.abc import Mapping
 from typing import Any
 
-from trustbatch.errors import did_you_mean
 from trustbatch.tasks.aime import Aime24, Aime25, Aime26
 from trustbatch.tasks.amc23 import Amc23
 from trustbatch.tasks.amo_bench import AmoBench
@@ -27,9 +26,9 @@ from trustbatch.tasks.fit import fit_task
 from trustbatch.tasks.gsm8k import Gsm8k
 from trustbatch.tasks.math500 import Math500
 from trustbatch.tasks.mixture import Mixture
-from trustbatch.tasks.options import check_options, options_of, refuse_unknown
 from trustbatch.tasks.overlap import without_overlap
 from trustbatch.tasks.problems import ProblemTask
+from trustbatch.utils.options import check_options, find_entry, option_names, refuse_unknown
 
 TASKS: dict[str, Any] = {
     "arithmetic": Arithmetic,
@@ -50,35 +49,46 @@ TASKS: dict[str, Any] = {
 }
 
 
+GIVEN = ("seed", "name")
+"""arguments of a task that are no options: the run has the seed, and the registry the name"""
+
+
 def build_task(name: str, *, seed: int, **options: Any) -> Task:
     """Build a task by name; a wrong name or option is refused with the nearest right one."""
     curriculum = options.pop("curriculum", None)
-    make = find_class(name) if ":" in name else TASKS.get(name)
-    if make is None:
-        raise ValueError(
-            f"There is no task {name!r}{did_you_mean(name, TASKS)}; choose one of "
-            f"{', '.join(TASKS)}, or name a class as in my_task.py:MyTask."
-        )
+    make = find_class(name) if ":" in name else _named(name)
     if not callable(make):  # a task that is already made
         refuse_unknown(options, [], f"task {name}")
         task: Any = make
     else:
-        known = options_of(make)
-        refuse_unknown(options, [o for o in known if o not in ("seed", "name")], f"task {name}")
-        check_options(make, options, f"task {name}", table="task")
-        task = make(**({"seed": seed} if "seed" in known else {}), **options)
+        check_options(make, options, what=f"task {name}", table="task", hidden=GIVEN)
+        seeded = {"seed": seed} if "seed" in option_names(make) else {}
+        task = make(**seeded, **options)
     if ":" in name:
         check_task(task)
-    return task if curriculum is None else _with_curriculum(task, curriculum, seed=seed)
+    if curriculum is None:
+        return task
+    _check_curriculum(curriculum)
+    return Curriculum(task=task, seed=seed, **curriculum)
 
 
-def _with_curriculum(task: Any, options: Any, *, seed: int) -> Curriculum:
+def check_task_options(name: str, options: Mapping[str, Any]) -> None:
+    """Check the options of a task with a name, without building it."""
+    own = {option: value for option, value in options.items() if option != "curriculum"}
+    check_options(_named(name), own, what=f"task {name}", table="task", hidden=GIVEN)
+    if "curriculum" in options:
+        _check_curriculum(options["curriculum"])
+
+
+def _named(name: str) -> Any:
+    return find_entry(TASKS, name, kind="task", also=", or name a class as in my_task.py:MyTask")
+
+
+def _check_curriculum(options: Any) -> None:
     if not isinstance(options, dict):
         raise ValueError("task.curriculum is a table: write {low = 0.1, high = 0.9}.")
-    known = [f.name for f in fields(Curriculum) if f.init and f.name not in ("task", "seed")]
-    refuse_unknown(options, known, "table task.curriculum")
-    check_options(Curriculum, options, "table task.curriculum", table="task.curriculum")
-    return Curriculum(task=task, seed=seed, **options)
+    table = "task.curriculum"
+    check_options(Curriculum, options, what=f"table {table}", table=table, hidden=(*GIVEN, "task"))
 
 
 __all__ = [
@@ -92,6 +102,7 @@ __all__ = [
     "Task",
     "build_task",
     "check_task",
+    "check_task_options",
     "fit_task",
     "without_overlap",
 ]

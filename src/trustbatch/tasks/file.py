@@ -10,6 +10,9 @@ from typing import ClassVar
 
 from trustbatch.tasks.problems import ProblemTask
 
+FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+"""of names that are files with problems, where a task may also be named"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileTask(ProblemTask):

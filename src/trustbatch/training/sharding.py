@@ -10,9 +10,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from trustbatch.config import TrainingConfig
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy, decoder_layers
+from trustbatch.training.config import TrainingConfig
 from trustbatch.utils.distributed import num_ranks
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.batching.samples import mini_batches
-from trustbatch.config import TrainingConfig
 from trustbatch.errors import DivergedError
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import Objective, ObjectiveOutput, TokenBatch, Totals
 from trustbatch.objectives.metrics import Count, Mean, Metrics, average_over_steps, merge_metrics
 from trustbatch.training.activation_budget import ActivationBudget
+from trustbatch.training.config import TrainingConfig
 from trustbatch.training.lag_ratios import lag_ratios, lags_of
 from trustbatch.training.layer_calls import compile_layers, recompute_layers
 from trustbatch.training.logprobs import EntropyUse, TokenLogprobs, token_logprobs

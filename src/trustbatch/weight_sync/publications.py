@@ -1,7 +1,7 @@
 """Publications: versions of the weights that engines load when they need them.
 
-How a version is stored and sent is chosen by `choose_transfer`: "direct" (`direct.py`), "disk"
-(below), or "shared_memory", the cluster's object store.
+How a version is stored and sent is chosen by `choose_transfer`: by "process_group"
+(`group_publisher.py`), on "disk" (below), or in "shared_memory", the cluster's object store.
 """
 
 import logging
@@ -123,10 +123,10 @@ def choose_transfer(
     published_bytes: Callable[[], float],
     gpu_memory: float,
 ) -> str:
-    """Return "direct", "shared_memory" or "disk" for the value of cluster.weight_transfer.
+    """Return "process_group", "shared_memory" or "disk" for the value of cluster.weight_transfer.
 
     Args:
-        method: the configured value; "auto" is direct between GPUs that have room for it.
+        method: the configured value; "auto" is by process group between GPUs with room for it.
         has_gpus: whether trainer and engines compute on GPUs.
         shares_only_gpu: whether all of them share a single GPU.
         published_bytes: returns what the published versions take on the first trainer's GPU.
@@ -135,20 +135,20 @@ def choose_transfer(
     if method in ("shared_memory", "disk"):
         return method
     if not has_gpus:
-        return "direct" if method == "direct" else "shared_memory"
+        return "process_group" if method == "process_group" else "shared_memory"
     if shares_only_gpu:
-        if method == "direct":
+        if method == "process_group":
             logger.warning(
                 "Engines and trainer share the only GPU, which NCCL does not support: weights go "
                 'through shared memory; set cluster.weight_transfer to "auto".'
             )
         return "shared_memory"
-    is_direct = keeps_on_gpu(method, published_bytes(), gpu_memory=gpu_memory)
-    return "direct" if is_direct else "shared_memory"
+    on_gpu = keeps_on_gpu(method, published_bytes(), gpu_memory=gpu_memory)
+    return "process_group" if on_gpu else "shared_memory"
 
 
 def keeps_on_gpu(method: str, num_bytes: float, *, gpu_memory: float) -> bool:
     """Whether published versions stay on the first trainer's GPU, for cluster.weight_transfer."""
     if method == "auto":
         return num_bytes <= MAX_MEMORY_FRACTION * gpu_memory
-    return method == "direct"
+    return method == "process_group"

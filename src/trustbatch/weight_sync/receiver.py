@@ -1,4 +1,4 @@
-"""The receiver: an engine's end of direct weight transfer."""
+"""The receiver: an engine's end of a transfer by process group."""
 
 import time
 from collections.abc import Iterator, Sequence

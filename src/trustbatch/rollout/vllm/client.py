@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.errors import DeadEngineError, EngineError
-from trustbatch.utils.terminal import LiveLine
 from trustbatch.rollout.vllm.requests import GOODBYE, HostSettings, SampleRequest, SampleResult
 from trustbatch.utils.processes import kill_group
+from trustbatch.utils.terminal import LiveLine
 from trustbatch.weight_sync.weight_chunks import Chunk
 
 CLOSE_SECONDS = 20.0

@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trustbatch.config import VllmConfig
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.sampling import sample_key
 from trustbatch.rollout.vllm.client import VllmClient
+from trustbatch.rollout.vllm.config import VllmConfig
 from trustbatch.rollout.vllm.info import INFO
 from trustbatch.rollout.vllm.requests import Host, HostSettings, SampleRequest, SampleResult
 from trustbatch.types import Completion, GenerationRequest, Provenance, SamplingParams
@@ -178,7 +178,7 @@ class VllmEngine:
         model_config.save_pretrained(self._folder.name)
 
     def _build_sender(self) -> ChunkSender:
-        if self.weight_transfer == "direct":
+        if self.weight_transfer == "in_process":
             return InProcessSender(self.dtype)
         if self.weight_transfer == "ipc":
             return IpcSender(self.dtype)
@@ -190,7 +190,7 @@ class VllmEngine:
         if self.config.weight_transfer != "auto":
             return self.config.weight_transfer
         if self.config.mode == "in_process":
-            return "direct"
+            return "in_process"
         sees_trainer = self.policy.device.type == "cuda" and self.config.devices is None
         return "ipc" if sees_trainer else "shared_memory"
 

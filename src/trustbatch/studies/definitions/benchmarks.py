@@ -5,8 +5,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trustbatch.config import RunConfig, parse_config
+from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
+from trustbatch.observe.config import RunConfig
 from trustbatch.studies.folder import STUDY_FILE, StudyFolder, arm_of
 from trustbatch.studies.job import Job
 from trustbatch.studies.planned_jobs import model_jobs

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trustbatch.utils.tables import set_key
+
 LagKey = Literal["rollout.lag", "cluster.max_lag"]
 
 
@@ -69,12 +71,3 @@ class Scale:
         for key, value in self.families.get(family, {}).items():
             set_key(tree, key, value)
         return tree
-
-
-def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set one dotted key, e.g. "rollout.temperature"."""
-    *tables, last = key.split(".")
-    node = tree
-    for table in tables:
-        node = node.setdefault(table, {})
-    node[last] = copy.deepcopy(value)

@@ -1,4 +1,4 @@
-"""Direct weight transfer: from the first trainer's device to an engine's, with no copy in between.
+"""Transfer by process group: from the first trainer's device to an engine's, with no stop between.
 
 The first trainer keeps a copy of each version that may still be requested, on its own device. An
 engine that needs a version requests it through the trainer's rendezvous, and a thread sends it
@@ -33,7 +33,7 @@ CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class DirectPublication:
+class ProcessGroupPublication:
     """A version that the first trainer holds until it is requested."""
 
     address: RendezvousAddress
@@ -70,7 +70,7 @@ class _LiveVersion:
         return self.buckets[0].content.device
 
 
-class DirectPublisher:
+class ProcessGroupPublisher:
     """Keeps the live versions and sends each to the engines that request it, in threads.
 
     No engine can delay another: the thread that serves it ends at the deadline at the latest, and
@@ -102,12 +102,12 @@ class DirectPublisher:
             versions = list(self._live.values())
         return sum(bucket.layout.num_bytes for live in versions for bucket in live.buckets)
 
-    def publish(self, weights: Weights, version: int) -> DirectPublication:
+    def publish(self, weights: Weights, version: int) -> ProcessGroupPublication:
         """Copy the weights, on their device."""
         live = _LiveVersion.of(pack_buckets(weights, dtype=self.dtype))
         with self._changing:
             self._live[version] = live
-        return DirectPublication(
+        return ProcessGroupPublication(
             address=self._rendezvous.address,
             version=version,
             layouts=tuple(bucket.layout for bucket in live.buckets),
@@ -115,7 +115,7 @@ class DirectPublisher:
             seconds=self.seconds,
         )
 
-    def forget(self, publication: DirectPublication) -> None:
+    def forget(self, publication: ProcessGroupPublication) -> None:
         """Free the copy, once running transfers of it have ended."""
         with self._changing:
             self._live.pop(publication.version, None)

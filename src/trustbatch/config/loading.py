@@ -1,0 +1,105 @@
+"""From a TOML file and overrides to a `Config`: every problem becomes one sentence.
+
+Defaults < TOML file < dotted overrides. Unknown keys are refused.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from trustbatch.config.tree import Config
+from trustbatch.errors import ConfigError
+from trustbatch.utils.tables import Table, set_key, table_of
+
+
+def load_config(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply overrides such as "--training.steps=10"."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            inside = file / "config.toml"  # a run folder has its own
+            hint = f"give {str(inside)!r}" if inside.is_file() else "check the path"
+            raise ConfigError(f"There is no configuration file {str(path)!r}: {hint}.")
+        try:
+            tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one dotted key, e.g. "--rollout.temperature=1.2"."""
+    key, equals, text = override.removeprefix("--").partition("=")
+    if not override.startswith("--") or not equals or not key:
+        raise ConfigError(f"{override!r} is not an override: write --table.key=value.")
+    set_key(tree, key, _parse_value(text))
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # a bare word is a string
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """Check a tree of plain values; every problem becomes one sentence that says what to change."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        # a key of several types reports each of them: one sentence a key is enough
+        sentences = {_key(item["loc"]): _sentence(item) for item in reversed(error.errors())}
+        raise ConfigError("\n".join(reversed(sentences.values()))) from None
+
+
+def _key(location: Sequence[str | int]) -> tuple[str | int, ...]:
+    """Return the part of an error's location that is a key: types of a union may follow it."""
+    in_list = len(location) > 2 and isinstance(location[2], int)
+    return tuple(location[:4] if in_list else location[:2])
+
+
+def _sentence(item: Any) -> str:
+    location = [str(part) for part in item["loc"] if not str(part).startswith("function-")]
+    key = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        close = get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {'.'.join([*location[:-1], close[0]])!r}?" if close else ""
+        return f"Unknown key {key!r}: {hint or 'known are ' + ', '.join(known) + '.'}"
+    if item["type"] in ("model_type", "dict_type"):
+        first = next(iter(_known_keys(location)), "name")
+        return f"{key} is a table: set {key}.{first}, or another key of it."
+    if key == "evaluation.suite" and item["type"] == "tuple_type":
+        return f"{key} is a list: write {key} = [{json.dumps(item['input'], default=str)}]."
+    if item["type"] == "tuple_type" and _known_keys(location):
+        return f"{key} is a list of tables: write [[{key}]], in two brackets, above each."
+    if item["type"] == "missing":
+        key = f"{key}.name" if key in ("model", "task") else key
+        return f"{key} is missing: set it in the file or with --{key}=..."
+    message = item["msg"].removeprefix("Value error, ").rstrip(".")
+    if item["type"] == "value_error":
+        # one that starts with a key or a capital letter is a whole sentence
+        is_whole = "." in message.split(" ")[0] or message[0].isupper()
+        return f"{message}." if is_whole else f"{_prefix(key)}{message}."
+    return f"{key} = {json.dumps(item['input'], default=str)}: {message[0].lower()}{message[1:]}."
+
+
+def _prefix(key: str) -> str:
+    return f"{key}: " if key else ""
+
+
+def _known_keys(keys: Sequence[str]) -> list[str]:
+    """Return the keys of a table, or of the tables in a list; none where it is a value."""
+    table: type[Table] | None = Config
+    for key in keys:
+        if table is not None and not key.isdecimal():
+            table = table_of(table.model_fields[key].annotation)
+    return [] if table is None else list(table.model_fields)

@@ -1,0 +1,57 @@
+"""Whether a run folder belongs to a configuration: a run may be resumed with few changes."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trustbatch.config.loading import load_config
+from trustbatch.config.tree import Config
+from trustbatch.errors import ConfigError
+from trustbatch.observe.run_folder import RunFolder
+
+DIVISION_OF_WORK = ("training.micro_batch_tokens", "training.share_prompts")
+"""keys that may change too, unless the objective measures its trust per micro-batch"""
+
+
+def check_resumable(config: Config, run: RunFolder) -> None:
+    """Refuse a run folder with results of another configuration."""
+    file = run.path / "config.toml"
+    if not file.is_file() or not run.has_results:
+        return
+    # parsed, so that a key this version has added counts as its default
+    try:
+        before = _flatten(load_config(file).to_dict())
+    except ConfigError as error:
+        raise ConfigError(f"{file} can't be read, so the run can't go on: {error}") from error
+    now = _flatten(config.to_dict())
+    may_change = [*Config.changeable_keys()]
+    if config.objective.options.get("ess_scope") != "micro_batch":
+        may_change += DIVISION_OF_WORK
+    changed = sorted(
+        key
+        for key in before.keys() | now.keys()
+        if before.get(key) != now.get(key) and not _is_below(key, may_change)
+    )
+    if changed:
+        key = changed[0]
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise ConfigError(
+            f"{run.path} holds a run with another configuration ({key} was "
+            f"{before.get(key, 'not set')}, now {now.get(key, 'not set')}{more}): choose "
+            "another name or folder for this run, or delete that one."
+        )
+
+
+def _is_below(key: str, others: Iterable[str]) -> bool:
+    return any(key == other or key.startswith(f"{other}.") for other in others)
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+            value = {str(number): item for number, item in enumerate(value)}
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,27 @@
+"""[run]: where results go."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from trustbatch.utils.tables import Changeable, Table
+
+
+class RunConfig(Table):
+    """[run]: where results go. Nothing here changes what is computed."""
+
+    name: Changeable[str] = Field(default="run", pattern=r"^[^/\\]*[^/\\.][^/\\]*$")
+    """a plain name, which becomes the folder's"""
+    folder: Changeable[str] = "runs"
+    checkpoint_every: Changeable[int] = Field(default=50, ge=1)
+    """steps between checkpoints; the last step always has one"""
+    keep_checkpoints: Changeable[int] = Field(default=2, ge=1)
+    rollouts_every: Changeable[int] = Field(default=10, ge=1)
+    """steps between samples of completions in rollouts/"""
+    rollouts_logged: Changeable[int] = Field(default=16, ge=0)
+    """completions in each sample"""
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return Path(self.folder) / self.name
