@@ -53,7 +53,7 @@ class Places:
         line.show(f"Waiting for Ray to place {self.bundles}")
         if not self._group.wait(max(seconds - QUIET_SECONDS, 0.0)):
             raise EngineError(
-                f"Timed out after {seconds:.0f} seconds (cluster.start_seconds): Ray could not place "
+                f"Timed out after {seconds:.0f} seconds (cluster.start_seconds): Ray can't place "
                 f"{self.bundles}; of {amounts(ray.cluster_resources())} in total, "
                 f"{amounts(ray.available_resources())} are free; lower {self.bundles.key}, or "
                 "wait until other runs have ended."
