@@ -26,7 +26,7 @@ def config_with(cluster: dict[str, Any], **rollout: Any) -> Config:
         ({}, {"lag": 1}, r"rollout.lag is for runs without \[cluster\]: set cluster.max_lag"),
         ({"reuse": 3}, {}, "cluster.reuse = 3 trains .* set cluster.max_lag to 2 or more"),
         ({"max_lag": 0}, {"dynamic_sampling": True}, "set cluster.max_lag to 1 at least"),
-        ({"transfer_folder": "x"}, {}, 'only with cluster.weight_transfer = "disk"'),
+        ({"transfer_folder": "x"}, {}, 'requires cluster.weight_transfer = "disk"'),
         ({"engins": 1}, {}, "did you mean 'cluster.engines'"),
     ],
 )

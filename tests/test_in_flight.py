@@ -372,7 +372,7 @@ def test_an_episode_keeps_the_versions_of_its_turns(
 @pytest.mark.parametrize(
     ("cluster", "rollout", "sentence"),
     [
-        ({"max_lag": 0}, {}, "max_lag = 0 lets no version come out .*max_lag to 1 or more"),
+        ({"max_lag": 0}, {}, "max_lag = 0 publishes no version .*max_lag to 1 or more"),
         ({"max_lag": 1, "reuse": 2}, {}, "set cluster.max_lag to 2 or more"),
         ({"max_lag": 1}, {"dynamic_sampling": True}, "set cluster.max_lag to 2 or more"),
         ({}, {"engine": "vllm"}, 'in_flight is not available with rollout.engine = "vllm"'),

@@ -298,7 +298,7 @@ def test_weights_on_disk_lie_where_no_other_run_has_anything(tmp_path: Path) -> 
     published = running.publish(some_weights(), 3)
     # the same command once more, which finds out that the run is in use before it publishes
     DiskPublisher(folder_of("a")).close()
-    assert_equal(sorted(published.tensors()), some_weights())
+    assert_equal(sorted(published.tensors(ENDPOINT)), some_weights())
     restarted = DiskPublisher(folder_of("a"))  # the first one was killed
     restarted.publish(some_weights(), 2)
     assert [file.name for file in folder_of("a").iterdir()] == ["version-2.safetensors"]
