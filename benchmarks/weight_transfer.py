@@ -56,19 +56,24 @@ class Engine:
 
     def take(self, publication: Any) -> float:
         """Copy a version; returns a number that depends on all of it."""
-        for name, tensor in publication.tensors():
+        from trustbatch.cluster.publishers import this_endpoint
+
+        for name, tensor in publication.tensors(this_endpoint()):
             self.own[name].copy_(tensor)
         return sum(float(tensor.flatten()[-1]) for tensor in self.own.values())
 
 
 def publisher_for(method: str, folder: Path) -> Any:
-    """Return the publisher of a run with this transfer method."""
-    from trustbatch.cluster.direct import DirectPublisher
-    from trustbatch.cluster.publications import DiskPublisher, SharedMemoryPublisher
+    """Return the publisher of a run with such a setting."""
+    import ray
+
+    from trustbatch.cluster.publishers import ObjectStorePublisher
+    from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
+    from trustbatch.weight_sync.publications import DiskPublisher
 
     if method == "process_group":
-        return DirectPublisher(seconds=600.0)
-    return DiskPublisher(folder) if method == "disk" else SharedMemoryPublisher()
+        return ProcessGroupPublisher(address=ray.util.get_node_ip_address(), seconds=600.0)
+    return DiskPublisher(folder) if method == "disk" else ObjectStorePublisher()
 
 
 def measure(method: str, engines: list[Any], weights: list[tuple[str, Tensor]], rounds: int) -> str:

@@ -154,7 +154,7 @@ def test_batches_are_reused_and_dynamic_sampling_keeps_the_bound(
 def test_an_evaluation_is_that_of_one_process_and_changes_nothing(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Second policies sample for the training alone, and older versions go on sampling meanwhile."""
+    """Second policies only sample for training, and older versions continue meanwhile."""
     second = {"model": str(tiny_folder), "name": "second", "share": 0.5, "temperature": 1.5}
     settings = {"training": {"steps": 4, "learning_rate": 1e-3}}
     mixture = {"policies": [second]}
@@ -237,7 +237,7 @@ def test_killed_engines_and_reward_workers_change_nothing(
     assert_same(actual, expected)
     assert actual.metrics[-1]["cluster/engine_restarts"] == 3
     assert actual.metrics[-1]["cluster/reward_restarts"] == 1
-    assert "reward worker 0 is replaced" in caplog.text
+    assert "reward worker 0 was replaced" in caplog.text
     status = json.loads((actual.folder / "status.json").read_text())
     assert (status["state"], status["step"], status["restarts"]) == ("finished", 12, 4)
     assert {engine["version"] for engine in status["engines"].values()} <= set(range(12))
@@ -322,7 +322,7 @@ def test_an_actor_without_its_own_process_counts_as_dead_and_other_errors_end_th
     dead = DeadEngineError("vLLM ended.")
     pool = frail_crew([dead], max_restarts=1)
     assert pool.run([1, 2], work, lambda worker, result: None) == [1, 2]
-    assert (pool.restarts, pool.last_death) == (1, "engine 0 is replaced: vLLM ended.")
+    assert (pool.restarts, pool.last_death) == (1, "engine 0 was replaced: vLLM ended.")
     pool.close()
 
     pool = frail_crew([dead, dead], max_restarts=1)

@@ -18,9 +18,9 @@ from tests.support.processes import LOOPBACK, command_line, descendants, listeni
 from tests.test_cluster import assert_same
 
 import trustbatch
-from trustbatch.cluster.interface import interface_of
 from trustbatch.cluster.ray_runtime import is_loopback
 from trustbatch.observe.run_folder import read_metrics
+from trustbatch.utils.network import interface_of
 
 if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
     pytest.skip("Ray is not installed", allow_module_level=True)

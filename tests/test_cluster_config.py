@@ -1,4 +1,4 @@
-"""What of [cluster] is refused, which version samples a batch, and that Ray is not imported."""
+"""[cluster]: refused values, the version that samples a batch, and no Ray without the table."""
 
 import os
 import subprocess

@@ -21,11 +21,11 @@ from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.collect import collect
+from trustbatch.rollout.episodes import ReplyEncoder
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
 from trustbatch.rollout.records import group_from_record, group_to_record, readable_record
-from trustbatch.rollout.replies import ReplyEncoder
 from trustbatch.types import (
     Completion,
     FinishReason,
@@ -233,8 +233,8 @@ class Broken(Chatter):
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        (KeyError("board"), "failed to answer on prompt '0' with KeyError: 'board'; fix it"),
-        (7, "answered 7 on prompt '0': make `reply` return text"),
+        (KeyError("board"), "failed to reply on prompt '0' with KeyError: 'board'; fix it"),
+        (7, "replied 7 on prompt '0': make `reply` return text"),
     ],
 )
 def test_a_broken_environment_is_named_with_the_prompt(

@@ -153,9 +153,9 @@ def test_every_token_is_sampled_by_its_own_version_after_the_whole_prefix(
     requests = make_requests(policy, top_logprobs=3)[:2]
     requests += make_requests(policy, top_logprobs=3, temperature=0.8, stop_token_ids=())[2:]
     offered = Offered(engine, {4: 1, 7: 3, 30: 4})
-    engine.offers = offered
+    engine.newer_weights = offered
     completions = engine.generate(requests)
-    engine.offers = None
+    engine.newer_weights = None
     assert_each_token_is_its_versions(offered, requests, completions)
     assert {tuple(c.all_versions) for c in completions} >= {(0, 1, 3), (3, 4)}
 
@@ -175,7 +175,7 @@ def test_a_version_goes_on_as_if_it_were_asked_to_continue(
         replace(each, sampling=sampling, num_samples=1) for each in make_requests(policy)[:1]
     ]
     engine = NativeEngine(policy, seed=0, precision=precision)
-    engine.offers = Offered(engine, {5: 7})
+    engine.newer_weights = Offered(engine, {5: 7})
     (completion,) = engine.generate([request])
     assert completion.versions is not None
     num_old = completion.versions.tolist().count(0)
@@ -199,9 +199,9 @@ def test_without_an_offer_nothing_changes(policy: Policy) -> None:
     requests = make_requests(policy, top_logprobs=3)
     expected = NativeEngine(policy, seed=0, max_sequences=7).generate(requests)
     engine = NativeEngine(policy, seed=0, max_sequences=7)
-    engine.offers = Offered(engine, {})
+    engine.newer_weights = Offered(engine, {})
     actual = engine.generate(requests)
-    assert engine.offers.num_asked > 20
+    assert engine.newer_weights.num_asked > 20
     for mine, other in zip(actual, expected, strict=True):
         assert mine.versions is None
         for name in ("token_ids", "behavior_logp", "top_token_ids", "behavior_top_logp"):
@@ -222,9 +222,9 @@ def test_rows_sent_back_for_memory_keep_what_older_versions_sampled(
         reserve(num_steps)
 
     monkeypatch.setattr(engine._batch.decoder, "reserve", sometimes_full)
-    engine.offers = offered
+    engine.newer_weights = offered
     completions = engine.generate(requests)
-    engine.offers = None
+    engine.newer_weights = None
     assert_each_token_is_its_versions(offered, requests, completions)
     assert {len(c.token_ids) for c in completions} == {24}
     assert (0, 1, 2) in {tuple(c.all_versions) for c in completions}
@@ -235,10 +235,10 @@ def spanning(policy: Policy) -> tuple[list[RolloutGroup], Offered]:
     """Graded groups of which many completions are by versions 0, 1 and 3."""
     engine = NativeEngine(policy, seed=0)
     offered = Offered(engine, {3: 1, 6: 3})
-    engine.offers = offered
+    engine.newer_weights = offered
     requests = make_requests(policy)
     completions = engine.generate(requests)
-    engine.offers = None
+    engine.newer_weights = None
     groups = [
         RolloutGroup(
             prompt=Prompt(id=request.prompt_id, text=request.prompt_id, answer=""),
@@ -410,7 +410,7 @@ def test_a_version_that_fails_its_canary_in_flight_samples_nothing(
 ) -> None:
     from trustbatch.build.engines import open_actor_engines
     from trustbatch.cluster.engine_actor import EngineActor, PublishedVersion
-    from trustbatch.cluster.publications import DiskPublisher
+    from trustbatch.weight_sync.publications import DiskPublisher
 
     class OfferedMeanwhile(EngineActor):
         """Hears of a version when the engine has asked for the fifth time."""

@@ -1,4 +1,4 @@
-"""Second policies: who samples which sample, from which distribution, and what a run makes of it."""
+"""Second policies: their samples, sampling distributions, and metrics of a run."""
 
 import dataclasses
 import json

@@ -19,11 +19,11 @@ from transformers import (
 
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.models.policy import Policy
-from trustbatch.rollout.fp8 import round_rows
 from trustbatch.rollout.native import engine as native_engine
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.decoder import LlamaDecoder
 from trustbatch.rollout.native.engine import NativeEngine
+from trustbatch.rollout.native.linear import round_rows
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.types import Completion, FinishReason, GenerationRequest, SamplingParams

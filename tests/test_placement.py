@@ -169,8 +169,8 @@ def test_room_that_others_have_is_waited_for_and_then_spoken_of(ray_with_gpus: N
 
     first = Places(Bundles("engine", "cluster.engines", 3, gpus=1.0), seconds=30.0)
     sentence = (
-        r"no room within 1 seconds \(cluster.start_seconds\) for cluster.engines = 1 with 1 CPU "
-        r"and 1 GPU each: of 4 CPU and 3 GPU in all, 1 CPU and 0 GPU are free; lower cluster.engi"
+        r"Timed out after 1 seconds \(cluster.start_seconds\): Ray can't place cluster.engines = 1 "
+        r"with 1 CPU and 1 GPU each; of 4 CPU and 3 GPU in total, 1 CPU and 0 GPU are free; lower "
     )
     try:
         with pytest.raises(EngineError, match=sentence):

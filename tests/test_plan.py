@@ -204,7 +204,7 @@ def test_reference_second_policies_and_vllm(tiny_folder: Path) -> None:
     config = config_of(tiny_folder, rollout=vllm)
     estimator = estimator_of(config)
     assert parts_of(estimator, "train")["vLLM"] == 0.3 * 80 * GIB
-    asleep = replace(Setting.of(config), vllm_sleeps=True)
+    asleep = replace(Setting.of(config), engine_sleeps=True)
     assert "vLLM" not in parts_of(estimator, "train", asleep)
     assert parts_of(estimator, "generate", asleep)["vLLM"] == 0.3 * 80 * GIB
     mixed = parts_of(estimator_of(config_of(tiny_folder, rollout=vllm | rollout)), "train")

@@ -52,7 +52,7 @@ def test_engines_with_vllm_sample_beside_the_trainer_and_survive_kills(
     assert [step["rollout/lag_max"] for step in result.metrics] == [0.0, 1.0, 1.0, 1.0, 1.0]
     assert [len(each) for each in killed] == [1, 1]
     assert result.metrics[-1]["cluster/engine_restarts"] == 2
-    assert "engine 0 is replaced: The vLLM process ended (exit status -9)" in caplog.text
+    assert "engine 0 was replaced: The vLLM process exited with status -9" in caplog.text
     folder = killed[0][0].strip(b"\0").rpartition(b"\0")[2]
     assert not Path(os.fsdecode(folder)).exists(), "files of the vLLM that was killed"
     # 4 prompts a step with 2 samples each: none is lost and none comes twice
@@ -64,14 +64,16 @@ def test_engines_with_vllm_sample_beside_the_trainer_and_survive_kills(
     assert len(checked) >= 3
     assert max(checked) < 1e-3
     deadline = time.monotonic() + 60.0
-    while any(b"vllm_server" in command_line(pid) for pid in descendants(os.getpid())):
+    while any(
+        b"trustbatch.rollout.vllm.server" in command_line(pid) for pid in descendants(os.getpid())
+    ):
         assert time.monotonic() < deadline, "vLLM outlives the engine that started it"
         time.sleep(0.1)
 
 
 def kill_meanwhile(run: Path, killed: list[list[bytes]]) -> None:
     """Kill the vLLM after a step and the engine after a later one; notes their command lines."""
-    for step, kind in ((1, b"vllm_server"), (3, b"ray::EngineActor")):
+    for step, kind in ((1, b"trustbatch.rollout.vllm.server"), (3, b"ray::EngineActor")):
         while not run.is_dir() or len(read_metrics(run)) < step:
             time.sleep(0.02)
         commands = {pid: command_line(pid) for pid in descendants(os.getpid())}

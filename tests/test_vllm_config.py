@@ -9,7 +9,7 @@ from trustbatch.build.engines import recorded_anchor_temperature
 from trustbatch.config import load_config, parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
-from trustbatch.rollout.vllm import engine as vllm_engine
+from trustbatch.rollout.vllm import info
 from trustbatch.rollout.vllm.config import VllmConfig
 from trustbatch.rollout.vllm.engine import VllmEngine
 
@@ -56,7 +56,7 @@ def test_the_table_is_written_only_where_it_has_an_effect(tmp_path: Path) -> Non
 
 
 def test_a_missing_vllm_is_named(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: None)
+    monkeypatch.setattr(info, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"trustbatch\[vllm\]"):
         VllmEngine(policy, VllmConfig(), seed=0)
 
@@ -75,7 +75,7 @@ def test_what_a_cpu_can_not_do_is_refused(
     precision: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: object())
+    monkeypatch.setattr(info, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=words):
         VllmEngine(policy, config, seed=0, precision=precision)
 

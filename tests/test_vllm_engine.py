@@ -123,7 +123,7 @@ def test_episodes_are_sampled_turn_by_turn(engine: VllmEngine) -> None:
 
 @torch.no_grad()
 def logits_of(policy: Policy, request: GenerationRequest, completion: Completion) -> torch.Tensor:
-    """Logits [n, V] that each token of a completion was sampled from, by transformers in float32."""
+    """Logits [n, V] of each token of a completion, by transformers in float32."""
     ids = torch.tensor([[*request.token_ids, *completion.token_ids.tolist()]])
     return policy.model(input_ids=ids).logits[0, len(request.token_ids) - 1 : -1]
 
@@ -370,11 +370,11 @@ def test_a_server_killed_mid_generation_is_an_error_at_once(server: VllmEngine) 
     timer.start()
     request = ask(server.policy, "1+1=", 512, max_tokens=500, stop_token_ids=(), logprob_mode="raw")
     start = time.monotonic()
-    with pytest.raises(EngineError, match=r"exit status -9.*sample 512 completions"):
+    with pytest.raises(EngineError, match=r"status -9.*sample 512 completions"):
         server.generate([request])
     assert 0.9 < time.monotonic() - start < 10
     wait_until_gone(group)
-    with pytest.raises(EngineError, match="has ended"):
+    with pytest.raises(EngineError, match="has exited"):
         server.generate([request])
 
 
@@ -422,7 +422,10 @@ def multiprocessing_children(parent: int) -> list[int]:
 
 def test_a_server_that_does_not_start_in_time_is_ended(long_folder: Path) -> None:
     start = time.monotonic()
-    with pytest.raises(EngineError, match=r"0\.5 seconds to start.*rollout\.vllm\.start_seconds"):
+    with pytest.raises(
+        EngineError,
+        match=r"0\.5 seconds of waiting for vLLM to start.*rollout\.vllm\.start_seconds",
+    ):
         VllmEngine(load(long_folder), VllmConfig(**SMALL, start_seconds=0.5), seed=0)
     assert time.monotonic() - start < 10
 

@@ -1,4 +1,4 @@
-"""Weights that go from the first trainer's device to an engine's, by a group of these two."""
+"""Weights that go from the first trainer's device to an engine's, by a process group of the two."""
 
 import gc
 import os
@@ -20,6 +20,10 @@ from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
 from trustbatch.errors import EngineError
 from trustbatch.models.loading import count_parameters
+from trustbatch.weight_sync.publications import Endpoint
+
+HOST = "127.0.0.1"
+ENDPOINT = Endpoint("", HOST)
 
 if find_spec("ray") is None:  # not imported here: a run does that, with its own settings
     pytest.skip("Ray is not installed", allow_module_level=True)
@@ -40,9 +44,9 @@ def some_weights(seed: int = 0) -> list[tuple[str, Tensor]]:
     """Tensors of odd sizes, none at all and a single number of another type among them."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(3, 5), (), (7,), (0, 4), (64, 33), (1, 1, 2)]
-    sampled = [torch.randn(shape, generator=generator) for shape in shapes]
-    sampled[1] = sampled[1].bfloat16()
-    return [(f"w{n}", tensor) for n, tensor in enumerate(sampled)]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    tensors[1] = tensors[1].bfloat16()
+    return [(f"w{n}", tensor) for n, tensor in enumerate(tensors)]
 
 
 def assert_equal(actual: list[tuple[str, Tensor]], expected: list[tuple[str, Tensor]]) -> None:
@@ -66,9 +70,9 @@ def test_buckets_give_back_what_was_packed(
 
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 128)
     weights = some_weights()
-    packed = buckets.packed(weights, dtype=dtype)
+    packed = buckets.pack_buckets(weights, dtype=dtype)
     # 3 * 5 floats, one, 7, none: 64 + 16 + 32 + 0 bytes; the next one is larger than any bucket
-    assert [len(bucket.layout.places) for bucket in packed] == [4, 1, 1]
+    assert [len(bucket.layout.specs) for bucket in packed] == [4, 1, 1]
     unpacked = [pair for each in packed for pair in each.layout.tensors(each.content)]
     assert_equal(unpacked, [(name, tensor.to(dtype)) for name, tensor in weights])
     before = [(name, tensor.clone()) for name, tensor in unpacked]
@@ -81,18 +85,18 @@ def test_versions_are_kept_until_they_are_forgotten_and_come_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The receiver is in this process, where an engine has it in its own."""
-    from trustbatch.cluster.direct import DirectPublisher
+    from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
 
     monkeypatch.setattr("trustbatch.weight_sync.buckets.BUCKET_BYTES", 128)
-    publisher = DirectPublisher(seconds=30.0)
+    publisher = ProcessGroupPublisher(address=HOST, seconds=30.0)
     weights = [some_weights(version) for version in range(3)]
     published = [publisher.publish(each, version) for version, each in enumerate(weights)]
     size = publisher.live_bytes // 3
     contents = [weakref.ref(live.buckets[0].content) for live in publisher._live.values()]
     assert size == sum(layout.num_bytes for layout in published[0].layouts) > 0
     for version in (1, 0, 2):  # an engine may be asked for any of them
-        assert_equal(list(published[version].tensors()), weights[version])
-    assert len(publisher._links) == 1
+        assert_equal(list(published[version].tensors(ENDPOINT)), weights[version])
+    assert len(publisher._groups) == 1
     # the rendezvous, and gloo at both ends
     assert {address for _, address in listening({os.getpid()})} <= set(LOOPBACK)
 
@@ -100,25 +104,31 @@ def test_versions_are_kept_until_they_are_forgotten_and_come_unchanged(
     publisher.forget(published[1])
     eventually(lambda: [each() is None for each in contents] == [True, True, False], "kept")
     assert publisher.live_bytes == size
-    with pytest.raises(EngineError, match="Version 1 of the weights was asked for after it was"):
-        list(published[1].tensors())
-    next(iter(published[2].tensors()))  # the rest is never taken: this link can't be used again
+    with pytest.raises(
+        EngineError, match="Version 1 of the weights was requested after it was dropped"
+    ):
+        list(published[1].tensors(ENDPOINT))
+    next(
+        iter(published[2].tensors(ENDPOINT))
+    )  # the rest is never taken: this group can't be used again
     gc.collect()
-    assert_equal(list(published[2].tensors()), weights[2])
+    assert_equal(list(published[2].tensors(ENDPOINT)), weights[2])
     publisher.close()
     assert publisher.live_bytes == 0
     eventually(lambda: contents[2]() is None, "kept")
 
 
-def test_a_trainer_that_does_not_answer_is_waited_for_no_longer_than_told() -> None:
-    from trustbatch.cluster.direct import DirectPublication
-    from trustbatch.cluster.rendezvous import Rendezvous
+def test_a_trainer_that_does_not_reply_times_out() -> None:
+    from trustbatch.weight_sync.group_publisher import ProcessGroupPublication
+    from trustbatch.weight_sync.rendezvous import Rendezvous
 
-    box = Rendezvous.opened("127.0.0.1")
-    deaf = DirectPublication(box.address, version=4, layouts=(), on_gpu=False, seconds=0.3)
+    rendezvous = Rendezvous.open(HOST)
+    deaf = ProcessGroupPublication(
+        rendezvous.address, version=4, layouts=(), on_gpu=False, seconds=0.3
+    )
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"Version 4 .* did not arrive .*transfer_seconds = 0\.3"):
-        list(deaf.tensors())
+        list(deaf.tensors(ENDPOINT))
     assert time.monotonic() - started < 5
 
 
@@ -128,12 +138,13 @@ def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
 ) -> None:
     import ray
 
-    from trustbatch.cluster.direct import DirectPublisher
+    from trustbatch.cluster.publishers import this_endpoint
+    from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
 
     class Taker:
         def take(self, publication: Any, upset_by: signal.Signals | None) -> float:
             total = 0.0
-            for number, (_, tensor) in enumerate(publication.tensors()):
+            for number, (_, tensor) in enumerate(publication.tensors(this_endpoint())):
                 total += float(tensor.double().sum())
                 if number == 1 and upset_by is not None:
                     os.kill(os.getpid(), upset_by)
@@ -142,7 +153,9 @@ def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
     # more than the sockets between two processes hold, in many buckets
     monkeypatch.setattr("trustbatch.weight_sync.buckets.BUCKET_BYTES", 2**22)
     weights = [(f"w{n}", torch.full((2**20,), float(n))) for n in range(32)]
-    patient, impatient = DirectPublisher(seconds=300.0), DirectPublisher(seconds=2.0)
+    patient, impatient = (
+        ProcessGroupPublisher(address=HOST, seconds=seconds) for seconds in (300.0, 2.0)
+    )
     remote: Any = ray.remote(Taker)
     dead, silent, sound = (remote.remote() for _ in range(3))
     for publisher, engine, manner in (
@@ -153,11 +166,11 @@ def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
         publication = publisher.publish(weights, 5)
         assert len(publication.layouts) == 32
         call = engine.take.remote(publication, manner)
-        eventually(lambda publisher=publisher: bool(publisher._links), "it does not begin")
+        eventually(lambda publisher=publisher: bool(publisher._groups), "it does not begin")
         # the other one does not wait for it
         assert ray.get(sound.take.remote(publication, None), timeout=60) == 2**20 * 31 * 16
         eventually(lambda: "An engine did not get version 5" in caplog.text, "it does not end")
-        assert list(publisher._links) == [sound._actor_id.hex()]
+        assert list(publisher._groups) == [sound._actor_id.hex()]
         content = weakref.ref(publisher._live[5].buckets[0].content)
         publisher.forget(publication)
         eventually(lambda content=content: content() is None, "whoever sent it holds it")
@@ -172,22 +185,22 @@ def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
 def test_killed_engines_get_what_they_need_and_the_run_is_the_same(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trustbatch.cluster.direct import DirectPublisher
+    from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
 
     num_live, num_served = [], []
-    publish, serve = DirectPublisher.publish, DirectPublisher._serve
+    publish, serve = ProcessGroupPublisher.publish, ProcessGroupPublisher._serve
 
     def counted(self: Any, weights: Any, version: int) -> Any:
         publication = publish(self, weights, version)
         num_live.append(len(self._live))
         return publication
 
-    def served(self: Any, ask: Any) -> None:
-        num_served.append((ask.engine, ask.version))
-        serve(self, ask)
+    def served(self: Any, request: Any) -> None:
+        num_served.append((request.engine, request.version))
+        serve(self, request)
 
-    monkeypatch.setattr(DirectPublisher, "publish", counted)
-    monkeypatch.setattr(DirectPublisher, "_serve", served)
+    monkeypatch.setattr(ProcessGroupPublisher, "publish", counted)
+    monkeypatch.setattr(ProcessGroupPublisher, "_serve", served)
     length = {"training": {"steps": 8, "learning_rate": 1e-3}}
     expected = run(tiny_folder, tmp_path / "sync", rollout={"lag": 1}, **length)
     plan = [(2, "EngineActor", 2)]
@@ -231,7 +244,7 @@ def test_auto_is_direct_between_gpus_only(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from trustbatch.cluster.transfer_method import transfer_method
+    from trustbatch.cluster.publishers import transfer_method
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: seen_here)
     tree = {
@@ -255,7 +268,7 @@ def test_auto_is_direct_between_gpus_only(
 def test_auto_is_direct_where_the_versions_leave_room(
     asked: str, share: float, method: str, tiny_folder: Path
 ) -> None:
-    from trustbatch.cluster.transfer_method import transfer_method
+    from trustbatch.cluster.publishers import transfer_method
     from trustbatch.plan.demand import published_bytes
 
     tree = {
@@ -269,8 +282,8 @@ def test_auto_is_direct_where_the_versions_leave_room(
 
 
 def test_weights_on_disk_lie_where_no_other_run_has_anything(tmp_path: Path) -> None:
-    from trustbatch.cluster.publications import DiskPublisher
-    from trustbatch.cluster.transfer_method import weights_folder
+    from trustbatch.cluster.publishers import weights_folder
+    from trustbatch.weight_sync.publications import DiskPublisher
 
     def folder_of(name: str) -> Path:
         cluster = {"weight_transfer": "disk", "transfer_folder": str(tmp_path)}
@@ -285,7 +298,7 @@ def test_weights_on_disk_lie_where_no_other_run_has_anything(tmp_path: Path) -> 
     published = running.publish(some_weights(), 3)
     # the same command once more, which finds out that the run is in use before it publishes
     DiskPublisher(folder_of("a")).close()
-    assert_equal(sorted(published.tensors()), some_weights())
+    assert_equal(sorted(published.tensors(ENDPOINT)), some_weights())
     restarted = DiskPublisher(folder_of("a"))  # the first one was killed
     restarted.publish(some_weights(), 2)
     assert [file.name for file in folder_of("a").iterdir()] == ["version-2.safetensors"]

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from trustbatch import __version__
 from trustbatch.errors import ConfigError, TrustbatchError
+from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_info, engine_names
 from trustbatch.studies.command import add_study_arguments
 
 SECONDS_FOR_RANK_ZERO = 20.0
@@ -161,7 +162,7 @@ def _add_eval(commands: Commands) -> None:
     evaluation.add_argument(
         "--template", help="the prompt; {problem} is replaced (for the file of --task only)"
     )
-    evaluation.add_argument("--engine", choices=("native", "vllm"), default="native")
+    evaluation.add_argument("--engine", choices=engine_names(), default=DEFAULT_ENGINE)
     evaluation.add_argument(
         "--samples", type=_at_least_one, help="per problem; default: 16, at temperature 0: 1"
     )
@@ -240,7 +241,6 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.plan.memory import GIB
     from trustbatch.plan.token_counts import prompt_encoder
     from trustbatch.rewards import Scorer
-    from trustbatch.rollout.vllm.engine import require_vllm
     from trustbatch.tasks import fit_task, without_overlap
     from trustbatch.utils.terminal import LiveLine
 
@@ -256,8 +256,8 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         )
     if (encode := prompt_encoder(config)) is not None:
         task = fit_task(task, encode, say=LiveLine().show)
-    if config.rollout.engine == "vllm" and not is_elsewhere:
-        require_vllm()
+    if not is_elsewhere:
+        engine_info(config.rollout.engine).require()
     check_resumable(config, RunFolder(config.run, config.to_toml()))
     if config.reward.terms:
         scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)

@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 
-from trustbatch.rollout.fp8 import quantize_rows
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.cache import HeadNorms, Heads
 from trustbatch.rollout.native.dense_cache import DenseCache
+from trustbatch.rollout.native.linear import quantize_rows
 from trustbatch.rollout.token_blocks import BLOCK
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 def test_nccl_brings_tensors_and_outlives_a_dead_engine() -> None:
     loopback = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_HOSTID": "trainer"}
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("nccl_link.py")],
+        [sys.executable, Path(__file__).with_name("nccl_group.py")],
         env=os.environ | loopback,
         capture_output=True,
         text=True,
@@ -39,17 +39,18 @@ def test_an_engine_gets_what_a_gpu_holds() -> None:
     with joined_ray(parse_config(tree)):
         import ray
 
-        from trustbatch.cluster.direct import DirectPublisher
+        from trustbatch.cluster.publishers import this_endpoint
+        from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
         from trustbatch.weight_sync.process_group import Backend
 
         class Taker:
             def take(self, publication: Any) -> tuple[str, list[float]]:
-                tensors = [tensor for _, tensor in publication.tensors()]
+                tensors = [tensor for _, tensor in publication.tensors(this_endpoint())]
                 return tensors[0].device.type, [float(tensor.double().sum()) for tensor in tensors]
 
         has_several = torch.cuda.device_count() > 1
         weights = [(f"w{n}", torch.full((2**24,), float(n), device="cuda")) for n in range(20)]
-        publisher = DirectPublisher(seconds=120.0)
+        publisher = ProcessGroupPublisher(address=ray.util.get_node_ip_address(), seconds=120.0)
         publication = publisher.publish(weights, 3)
         for _, tensor in weights:
             tensor.zero_()  # the copy is another one
@@ -59,5 +60,5 @@ def test_an_engine_gets_what_a_gpu_holds() -> None:
         expected = [2.0**24 * n for n in range(20)]
         assert found == [("cuda" if has_several else "cpu", expected)] * 2
         backend = Backend.NCCL if has_several else Backend.GLOO
-        assert {link.backend for _, link in publisher._links.values()} == {backend}
+        assert {group.backend for _, group in publisher._groups.values()} == {backend}
         publisher.close()

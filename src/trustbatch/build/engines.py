@@ -9,13 +9,11 @@ from trustbatch.config import Config
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.models.loading import default_precision, quiet_bars
 from trustbatch.models.policy import Policy, same_tokenizer
-from trustbatch.rollout.chunked_engine import ChunkedEngine
-from trustbatch.rollout.engine import Engines, RolloutEngine
-from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, told_sampling
-from trustbatch.rollout.native.engine import NativeEngine
+from trustbatch.rollout.engine import Engines, EngineSettings, RolloutEngine
+from trustbatch.rollout.mixture import MixedEngine, SecondPolicy, sampling_of
+from trustbatch.rollout.registry import engine_info
 from trustbatch.rollout.sampling import policy_seed
-from trustbatch.rollout.shared_engine import SharedEngine
-from trustbatch.rollout.vllm.engine import VllmEngine
+from trustbatch.rollout.wrappers import SharedEngine
 from trustbatch.types import SamplingParams
 from trustbatch.utils.cuda_memory import enable_expandable_segments
 from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
@@ -29,18 +27,15 @@ def open_engines(
 ) -> Engines:
     """Start the engines that [rollout] describes.
 
-    With several ranks every one has a native engine on its `replica` of the policy, or the first
-    one has vLLM; all of them share what is sampled.
+    With several ranks every one has an engine on its `replica` of the policy, or the first one
+    has the only engine; all of them share the completions.
     """
     if num_ranks() == 1:
         second_policies = load_second_policies(config, policy)  # refused before an engine starts
         engine = build_engine(config, policy, version=version)
         return Engines(engine, _with_second_policies(config, engine, second_policies))
-    if replica is None and config.rollout.vllm.mode == "in_process":
-        raise ConfigError(
-            'rollout.vllm.mode = "in_process" is for one process, and torchrun started '
-            f'{num_ranks()}: set it to "server".'
-        )
+    info = engine_info(config.rollout.engine)
+    info.check_ranks(info.table(config.rollout), num_ranks())
     num_owners = num_ranks() if replica is not None else 1
     own = own_and_second = None
     if this_rank() < num_owners:
@@ -49,7 +44,7 @@ def open_engines(
         own_and_second = _with_second_policies(config, own, second_policies)
     shared = SharedEngine(own, num_owners=num_owners, version=version)
     if replica is not None or own is None:
-        # a replica may be older than the policy; vLLM has asked for the weights on its own
+        # a replica may be older than the policy; an only engine has loaded the weights itself
         shared.load_weights(policy.named_weights(), version)
     return Engines(shared, SharedEngine(own_and_second, num_owners=num_owners, version=version))
 
@@ -102,30 +97,21 @@ def _build(
     trust_remote_code: bool,
 ) -> RolloutEngine:
     rollout = config.rollout
-    if rollout.engine == "vllm":
-        return VllmEngine(
-            policy,
-            rollout.vllm,
-            seed=seed,
-            version=version,
-            precision=precision,
-            max_sequences=rollout.max_sequences,
-            top_logprobs=rollout.top_logprobs,
-            logprob_mode=rollout.logprob_mode,
-            anchor_temperature=recorded_anchor_temperature(config),
-            trust_remote_code=trust_remote_code,
-            device=rank_device(config.model.device),
-        )
-    engine = NativeEngine(
-        policy,
+    info = engine_info(rollout.engine)
+    settings = EngineSettings(
         seed=seed,
         version=version,
-        max_sequences=rollout.max_sequences,
         precision=precision,
+        max_sequences=rollout.max_sequences,
+        prompts_per_call=rollout.prompts_per_call,
+        top_logprobs=rollout.top_logprobs,
+        logprob_mode=rollout.logprob_mode,
+        anchor_temperature=recorded_anchor_temperature(config),
+        trust_remote_code=trust_remote_code,
+        device=rank_device(config.model.device),
+        table=info.table(rollout),
     )
-    if rollout.prompts_per_call is None:
-        return engine
-    return ChunkedEngine(engine, prompts_per_call=rollout.prompts_per_call)
+    return info.build(policy, settings)
 
 
 def recorded_anchor_temperature(config: Config) -> float | None:
@@ -140,7 +126,7 @@ def recorded_anchor_temperature(config: Config) -> float | None:
         logprob_mode=rollout.logprob_mode,
         anchor_temperature=config.anchor_temperature,
     )
-    second = [told_sampling(each, trained) for each in rollout.policies]
+    second = [sampling_of(each, trained) for each in rollout.policies]
     records = any(sampling.records_anchor for sampling in (trained, *second))
     return config.anchor_temperature if records else None
 
@@ -148,9 +134,10 @@ def recorded_anchor_temperature(config: Config) -> float | None:
 def load_second_policies(config: Config, trained: Policy) -> list[Policy]:
     """Load the models of [[rollout.policies]]; refuses one with another tokenizer.
 
-    With vLLM they stay in host memory: it has copies of its own.
+    For an engine with copies of its own they stay in host memory.
     """
     device = rank_device(config.model.device)
+    shares_parameters = engine_info(config.rollout.engine).shares_parameters
     frozen = []
     for second in config.rollout.policies:
         name = second.policy_name
@@ -158,7 +145,7 @@ def load_second_policies(config: Config, trained: Policy) -> list[Policy]:
         try:
             policy = Policy.load(
                 second.model,
-                device="cpu" if config.rollout.engine == "vllm" else str(device),
+                device=str(device) if shares_parameters else "cpu",
                 precision=default_precision(device.type) if precision == "auto" else precision,
                 trust_remote_code=second.trust_remote_code,
             )
@@ -177,7 +164,7 @@ def open_actor_engines(config: Config, version: int) -> Engines:
         # it gets its parts of a batch already divided
         rollout = config.rollout.model_copy(update={"prompts_per_call": None})
         config = config.model_copy(update={"rollout": rollout})
-    if config.rollout.engine == "native":
+    if engine_info(config.rollout.engine).expandable_segments:
         enable_expandable_segments()
     with quiet_bars():
         policy = _load_actor_policy(config)
@@ -198,8 +185,9 @@ def _on_own_device(config: Config) -> Config:
 
 
 def _load_actor_policy(config: Config) -> Policy:
-    """Load the policy where the engine needs it: vLLM has a copy of its own on the GPU."""
-    if config.rollout.engine == "native" or rank_device(config.model.device).type == "cpu":
+    """Load the policy where the engine needs it: in host memory if the engine copies it."""
+    shares_parameters = engine_info(config.rollout.engine).shares_parameters
+    if shares_parameters or rank_device(config.model.device).type == "cpu":
         return load_model(config).freeze()
     precision = config.model.precision
     if precision == "auto":

@@ -25,6 +25,7 @@ from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.rewards import GroupScorer, Scorer, SharedScorer
 from trustbatch.rollout.engine import Engines
+from trustbatch.rollout.registry import engine_info
 from trustbatch.tasks import LearningTask, Task, fit_task, without_overlap
 from trustbatch.training.canary import NUM_PROMPTS, Canary, CanaryRecorder
 from trustbatch.training.trainer import Trainer
@@ -43,7 +44,7 @@ def build_session(config: Config, task: Task | None = None) -> Session:
 
     With several ranks all of them build it, each holds its part, and rank 0 writes the folder.
     """
-    if config.rollout.engine == "native":
+    if engine_info(config.rollout.engine).expandable_segments:
         enable_expandable_segments()
     task = configured_task(config) if task is None else task
     suite = configured_suite(config.evaluation)
@@ -102,7 +103,8 @@ def configured_sampling(config: Config, policy: Policy) -> SamplingParams:
 
 def _build_replica(config: Config, policy: Policy) -> Policy | None:
     """Copy the policy for a rank's own engine, before its parameters are sharded."""
-    if num_ranks() == 1 or config.rollout.engine != "native" or config.cluster is not None:
+    one_per_rank = engine_info(config.rollout.engine).one_per_rank
+    if num_ranks() == 1 or not one_per_rank or config.cluster is not None:
         return None
     return policy.replica(rank_device(config.model.device), precision=config.rollout.precision)
 

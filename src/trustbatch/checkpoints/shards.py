@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from trustbatch.utils.chunks import chunks_by_size
 from trustbatch.utils.distributed import num_ranks, this_rank
 
 
@@ -70,7 +71,8 @@ def copy_shards(tensors: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> li
 def write_shards(shards: Sequence[Shard], folder: Path, *, max_bytes: int) -> Iterator[Path]:
     """Write this rank's files, of at most `max_bytes` or one tensor each; yields their paths."""
     prefix = f"rank-{this_rank() + 1:05d}-of-{num_ranks():05d}"
-    for number, part in enumerate(_split(shards, max_bytes), start=1):
+    parts = chunks_by_size(shards, size_of=lambda shard: shard.tensor.nbytes, max_size=max_bytes)
+    for number, part in enumerate(parts, start=1):
         path = folder / f"{prefix}-part-{number:05d}.safetensors"
         offsets = {shard.name: {"saved_offsets": shard.offsets} for shard in part}
         save_file(
@@ -123,16 +125,3 @@ def _writes(tensor: Tensor) -> bool:
         for number, placement in zip(coordinate, tensor.placements, strict=True)
         if placement.is_replicate()
     )
-
-
-def _split(shards: Sequence[Shard], max_bytes: int) -> Iterator[list[Shard]]:
-    part: list[Shard] = []
-    num_bytes = 0
-    for shard in shards:
-        if part and num_bytes + shard.tensor.nbytes > max_bytes:
-            yield part
-            part, num_bytes = [], 0
-        part.append(shard)
-        num_bytes += shard.tensor.nbytes
-    if part:
-        yield part

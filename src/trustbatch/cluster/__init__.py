@@ -1,7 +1,6 @@
-"""The cluster: rollout engines, graders and trainers in processes of their own, on Ray.
+"""Generation beside training, in processes that Ray places; the only package that imports Ray.
 
-`engine pool.py` samples completions and `remote_scorer.py` grades them, both with a `pool.py` of
-actors; `trainers.py` starts several ranks. Weights reach engines as `transfer_method.py` says, by
-`publications.py` or `direct.py`. Ray is imported here and nowhere else, and this package only
-where a run has [cluster]: see docs/cluster.md.
+`engine_pool.py` samples completions and `remote_scorer.py` grades them, both with an `ActorPool`;
+`trainers.py` starts several ranks, and `publishers.py` chooses how weights reach the engines. It is
+only imported for runs with [cluster]: see docs/cluster.md.
 """

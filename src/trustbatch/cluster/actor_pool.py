@@ -1,4 +1,4 @@
-"""A pool: actors of one kind that work off a list of chunks, whoever of them dies meanwhile."""
+"""A pool of Ray actors of one kind that process chunks of work, and replaces dead actors."""
 
 import logging
 import threading
@@ -15,21 +15,21 @@ from trustbatch.errors import DeadEngineError, EngineError, TrustbatchError
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY = 1.0
-"""seconds between looks at deadlines, and at whether the run has been stopped"""
+POLL_SECONDS = 1.0
+"""between checks of deadlines and of whether the pool was closed"""
 DEATHS = (RayActorError, OutOfMemoryError)
-"""what Ray raises for a call whose actor is no more; the second if Ray itself has ended it"""
+"""what Ray raises for a call of a dead actor; the second if Ray itself has killed it"""
 LOSSES = (*DEATHS, ObjectLostError, DeadEngineError)
-"""after which the same work is worth another actor; the last if it lives, but not what it needs"""
+"""after which the work is given to another actor; the last if a process of the actor died"""
 
 
 class Stopped(TrustbatchError):
-    """The pool was closed while it worked."""
+    """The pool was closed while it was working."""
 
 
 @dataclass
 class Worker:
-    """One place in a pool: the actor that has it now, and what became of those before."""
+    """One slot of a pool: its current actor, and counts over all its actors."""
 
     kind: str
     number: int
@@ -37,15 +37,15 @@ class Worker:
     is_ready: bool = False
     restarts: int = 0
     chunk: int | None = None
-    """what it works on"""
+    """index of its current chunk; None: idle"""
     since: float = 0.0
     busy_seconds: float = 0.0
     notes: dict[str, float] = field(default_factory=dict)
-    """what the owner of the pool counts for it"""
+    """counts kept by the owner of the pool"""
 
     @property
     def name(self) -> str:
-        """What it is called where a person reads it."""
+        """Name for logs and errors."""
         return f"{self.kind} {self.number}"
 
 
@@ -54,13 +54,12 @@ Note = Callable[[Worker, Any], None]
 
 
 class ActorPool:
-    """Deals chunks of work to idle actors and puts the results back in order.
+    """Gives chunks of work to idle actors and returns the results in order.
 
-    An actor that dies, is silent beyond its deadline, or has lost a process of its own without
-    which it can't work, is replaced by a new one, and its chunk is queued again, once for each
-    death: before all others, since they waited for less. A chunk whose actors die more than
-    `max_restarts` times ends the run. Other errors that the work itself raises are raised here.
-    `drop_engine` is told of each actor that is replaced.
+    An actor that dies, exceeds its deadline, or loses a process that it needs is replaced, and its
+    chunk goes to the front of the queue. A chunk whose actors die more than `max_restarts` times
+    ends the run. Other errors of the work itself are raised here. `on_replace` is called with each
+    actor that is replaced.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class ActorPool:
         work_seconds: float,
         max_restarts: int,
         deadline_key: str,
-        drop_engine: Callable[[Any], None] = lambda actor: None,
+        on_replace: Callable[[Any], None] = lambda actor: None,
     ) -> None:
         self.kind = kind
         self._start = start
@@ -81,18 +80,18 @@ class ActorPool:
         self.work_seconds = work_seconds
         self.max_restarts = max_restarts
         self.deadline_key = deadline_key
-        self._part_from = drop_engine
+        self._on_replace = on_replace
         self.last_death = ""
-        """who had to be replaced last, and why"""
+        """the last replaced actor and the reason"""
         self.died = 0.0
-        """when that was, by the monotonic clock"""
+        """its time, by the monotonic clock"""
         self._closed = threading.Event()
-        self._working = threading.Lock()  # a batch and, say, an evaluation come one by one
+        self._working = threading.Lock()  # a batch and an evaluation take turns
         self.workers = [Worker(kind, number, self._started(number)) for number in range(size)]
 
     @property
     def restarts(self) -> int:
-        """Actors that were replaced so far."""
+        """Number of replaced actors so far."""
         return sum(worker.restarts for worker in self.workers)
 
     def run(
@@ -103,13 +102,13 @@ class ActorPool:
     ) -> list[Any]:
         """Return the result of each chunk.
 
-        `work(actor, chunk)` calls an actor, `note(worker, result)` is told what came of it.
+        `work(actor, chunk)` calls an actor; `note(worker, result)` is called with its result.
         """
         with self._working:
             return self._run(chunks, work, note)
 
     def close(self) -> None:
-        """End all actors, and whatever is being worked on."""
+        """Kill all actors and cancel running work."""
         self._closed.set()
         for worker in self.workers:
             ray.kill(worker.actor)
@@ -127,22 +126,22 @@ class ActorPool:
         missing = len(chunks)
         try:
             while missing:
-                # those that still load their model come last
+                # workers that still load their model come last
                 for worker in sorted(self.workers, key=lambda worker: not worker.is_ready):
                     if worker.chunk is None and waiting:
                         worker.chunk = waiting.popleft()
                         worker.since = time.monotonic()
                         calls[work(worker.actor, chunks[worker.chunk])] = worker
-                done, _ = ray.wait(list(calls), timeout=LOOK_EVERY)
+                done, _ = ray.wait(list(calls), timeout=POLL_SECONDS)
                 if self._closed.is_set():
-                    raise Stopped(f"The {self.kind}s were closed while they worked.")
-                for call in done or self._silent(calls):
+                    raise Stopped(f"The {self.kind}s were closed while they were working.")
+                for call in done or self._late(calls):
                     worker = calls.pop(call)
                     number, worker.chunk = worker.chunk, None
                     assert number is not None
                     try:
                         if not done:
-                            raise RayActorError(error_msg=f"no answer within {self.deadline_key}")
+                            raise RayActorError(error_msg=f"timed out after {self.deadline_key}")
                         results[number] = _result(call)
                     except LOSSES as error:
                         deaths[number] += 1
@@ -154,14 +153,14 @@ class ActorPool:
                     note(worker, results[number])
                     missing -= 1
         finally:
-            # after an error of one, what the others still do is of no use to anybody
+            # after an error, cancel all running work; mark workers idle, with no deadline
             for call, worker in calls.items():
                 ray.cancel(call)
                 worker.chunk = None
         return results
 
-    def _silent(self, calls: dict[Any, Worker]) -> list[Any]:
-        """Return the calls that have taken longer than they may."""
+    def _late(self, calls: dict[Any, Worker]) -> list[Any]:
+        """Return the calls that have exceeded their deadline."""
         now = time.monotonic()
         late = []
         for call, worker in calls.items():
@@ -171,31 +170,31 @@ class ActorPool:
         return late
 
     def _replace(self, worker: Worker, deaths: int, error: Exception) -> None:
-        """Put a new actor into the place of one that is dead or silent."""
+        """Replace a dead or late actor."""
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
         if deaths > self.max_restarts:
             raise EngineError(
-                f"{deaths} processes in a row ended over the same work of {worker.name} ({reason}):"
-                " see why in Ray's logs, or raise cluster.max_restarts; the same command continues "
-                "the run."
+                f"{deaths} processes in a row died on the same work of {worker.name} ({reason}): "
+                "see Ray's logs for the reason, or raise cluster.max_restarts; the same command "
+                "continues the run."
             ) from error
-        self.last_death = f"{worker.name} is replaced: {reason}."
+        self.last_death = f"{worker.name} was replaced: {reason}."
         self.died = time.monotonic()
         logger.warning(self.last_death)
         ray.kill(worker.actor)
-        self._part_from(worker.actor)
+        self._on_replace(worker.actor)
         worker.restarts += 1
         worker.is_ready = False
         worker.actor = self._started(worker.number)
 
     def _started(self, number: int) -> Any:
         actor = self._start(number)
-        actor.prepare.remote()  # not awaited: what goes wrong there goes wrong again at work
+        actor.prepare.remote()  # not awaited: its errors are raised again by the first work
         return actor
 
 
 def _result(call: Any) -> Any:
-    """Return what a call gave; an error of the actor's code loses Ray's words if it has its own."""
+    """Return the result of a call; the package's own errors are raised without Ray's wrapper."""
     try:
         return ray.get(call)
     except RayTaskError as error:

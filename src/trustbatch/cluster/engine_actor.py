@@ -3,19 +3,19 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
 from torch import Tensor
 
-from trustbatch.cluster.publications import Publication
+from trustbatch.cluster.publishers import this_endpoint
 from trustbatch.config import Config
 from trustbatch.errors import DeadEngineError
-from trustbatch.rollout.engine import Engines
-from trustbatch.rollout.native.engine import NativeEngine
+from trustbatch.rollout.engine import Engines, InFlightEngine
 from trustbatch.training.canary import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
+from trustbatch.weight_sync.publications import Publication
 
 OpenEngines = Callable[[Config, int], Engines]
 """starts the engines of an actor, at a version"""
@@ -87,14 +87,14 @@ class EngineActor:
     ) -> GenerationResult:
         """Sample from this version or a newer one, and switch to those announced meanwhile."""
         engines = self._ready()
-        assert isinstance(engines.trained, NativeEngine)
+        trained = cast(InFlightEngine, engines.trained)  # the configuration was checked
         self.announce(published)
         self.apply()
-        engines.trained.offers = self
+        trained.newer_weights = self
         try:
             return self._result(engines.all.generate(requests))
         finally:
-            engines.trained.offers = None
+            trained.newer_weights = None
 
     def announce(self, published: PublishedVersion) -> None:
         """Take note of a version; may come from another thread during `generate_in_flight`."""
@@ -124,7 +124,7 @@ class EngineActor:
             return
         self._served = NOTHING_LOADED  # a version that fails its check is never sampled from
         trained = self._engines.trained
-        trained.load_weights(published.weights.tensors(), published.version)
+        trained.load_weights(published.weights.tensors(this_endpoint()), published.version)
         if published.reference is not None:
             for name, value in published.reference.check(trained).items():
                 self._canary[name] = max(self._canary.get(name, 0.0), value)

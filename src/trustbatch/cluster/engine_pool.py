@@ -18,16 +18,16 @@ from trustbatch.cluster.engine_actor import (
     RemoteEngineInFlight,
 )
 from trustbatch.cluster.placement import Places, machines
-from trustbatch.cluster.publications import Publication
-from trustbatch.cluster.transfer_method import open_publisher
+from trustbatch.cluster.publishers import open_publisher
 from trustbatch.config import Config
 from trustbatch.config.cluster import ClusterConfig
 from trustbatch.errors import EngineError
 from trustbatch.plan.demand import Demand
-from trustbatch.rollout.chunked_engine import parts_of
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.training.canary import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
+from trustbatch.utils.chunks import chunks_of
+from trustbatch.weight_sync.publications import Publication
 
 
 class EnginePool:
@@ -62,7 +62,7 @@ class EnginePool:
             work_seconds=self.cluster.generate_seconds,
             max_restarts=self.cluster.max_restarts,
             deadline_key="cluster.generate_seconds",
-            drop_engine=lambda actor: self._publisher.drop_engine(actor._actor_id.hex()),
+            on_replace=lambda actor: self._publisher.drop_engine(actor._actor_id.hex()),
         )
 
     @property
@@ -155,7 +155,7 @@ class EnginePool:
 
     def _deal(self, requests: Sequence[GenerationRequest], work: Work) -> list[Completion]:
         share = -(-len(requests) // self.cluster.engines)
-        chunks = parts_of(requests, self.config.rollout.prompts_per_call or share)
+        chunks = chunks_of(requests, self.config.rollout.prompts_per_call or share)
         sampled = self.pool.run(chunks, work, self._note)
         return [completion for part in sampled for completion in part.completions]
 

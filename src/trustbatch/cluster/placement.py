@@ -1,4 +1,4 @@
-"""Room for the processes of a run: a bundle of what Ray has for each of them."""
+"""Placement of the processes of a run: a bundle of Ray's resources for each."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from trustbatch.plan.demand import Bundles, Resources, amounts
 from trustbatch.utils.terminal import LiveLine
 
 QUIET_SECONDS = 5.0
-"""how long a wait for room is not worth a line"""
+"""of waiting before a line says so"""
 
 
 class Places:
-    """Holds a bundle for each process of a kind, from before they start until all have ended.
+    """Reserves a bundle for each process of a kind, from before they start until all have ended.
 
-    A process that takes the place of a dead one gets its bundle, with the same GPUs; Ray starts it
-    as soon as nothing is left of the other.
+    A process that replaces a dead one gets its bundle, with the same GPUs; Ray starts it as soon as
+    the dead one has released them.
     """
 
     def __init__(self, bundles: Bundles, *, seconds: float, spread: bool = False) -> None:
@@ -27,40 +27,40 @@ class Places:
             [bundles.each] * bundles.size, strategy="SPREAD" if spread else "PACK"
         )
         try:
-            self._await(seconds)
+            self._wait(seconds)
         except BaseException:
             self.close()
             raise
 
-    def options(self, number: int) -> dict[str, Any]:
-        """Return with which options the actor of that number is to be started."""
+    def options(self, index: int) -> dict[str, Any]:
+        """Return the Ray options of the actor with this index."""
         return {
             "num_cpus": 1,
             "num_gpus": self.bundles.gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=number
+                self._group, placement_group_bundle_index=index
             ),
         }
 
     def close(self) -> None:
-        """Give the room back, which ends whoever is still in it."""
+        """Release the bundles, which kills the actors in them."""
         remove_placement_group(self._group)
 
-    def _await(self, seconds: float) -> None:
+    def _wait(self, seconds: float) -> None:
         if self._group.wait(min(seconds, QUIET_SECONDS)):
             return
         line = LiveLine()
-        line.show(f"Waiting for Ray to make room for {self.bundles}")
+        line.show(f"Waiting for Ray to place {self.bundles}")
         if not self._group.wait(max(seconds - QUIET_SECONDS, 0.0)):
             raise EngineError(
-                f"Ray has made no room within {seconds:.0f} seconds (cluster.start_seconds) for "
-                f"{self.bundles}: of {amounts(ray.cluster_resources())} in all, "
+                f"Timed out after {seconds:.0f} seconds (cluster.start_seconds): Ray can't place "
+                f"{self.bundles}; of {amounts(ray.cluster_resources())} in total, "
                 f"{amounts(ray.available_resources())} are free; lower {self.bundles.key}, or "
-                "wait until others have ended."
+                "wait until other runs have ended."
             )
-        line.show(f"Ray has made room for {self.bundles}", last=True)
+        line.show(f"Ray has placed {self.bundles}", last=True)
 
 
 def machines() -> list[Resources]:
-    """Return the resources of every machine that Ray has."""
+    """Return the resources of every machine of the Ray cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -1,4 +1,4 @@
-"""Starting Ray so that only this machine can reach it, or joining a cluster that is there."""
+"""Starting Ray so that only this machine can reach it, or joining a running cluster."""
 
 import logging
 import os
@@ -17,15 +17,15 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-"""nothing is reported to anybody"""
+"""no usage statistics"""
 LOOPBACK = {
-    # Ray then takes 127.0.0.1 for the address of this machine, and all its servers listen there
+    # makes Ray use 127.0.0.1 as the address of this machine, where all its servers listen
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-HANDED_ON = (
+FORWARDED = (
     "GOMP_SPINCOUNT",
     "OMP_WAIT_POLICY",
     "OMP_NUM_THREADS",
@@ -35,13 +35,13 @@ HANDED_ON = (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
 )
-"""what processes on other machines need to know of this one's environment"""
-STARTED_IN = "TRUSTBATCH_STARTED_IN"
-"""names the folder from which paths of the configuration go out"""
+"""environment variables that processes on other machines get from this one"""
+WORKING_FOLDER = "TRUSTBATCH_WORKING_FOLDER"
+"""environment variable with the folder that relative paths of the configuration start from"""
 
 
 def require_ray() -> None:
-    """Refuse to go on where Ray is not installed."""
+    """Raise ConfigError if Ray is not installed."""
     if find_spec("ray") is None:
         raise ConfigError(
             "[cluster] needs Ray, which is not installed: run pip install 'trustbatch[ray]', or "
@@ -51,15 +51,15 @@ def require_ray() -> None:
 
 @contextmanager
 def joined_ray(config: Config) -> Iterator[None]:
-    """Have Ray at hand; what was started for it ends with it."""
+    """Start or join Ray; on exit, shut down what was started."""
     assert config.cluster is not None
     require_ray()
     os.environ.update(QUIET)
     if not config.cluster.address or is_loopback(config.cluster.address):
-        os.environ.update(LOOPBACK)  # before Ray is imported: it reads them then
+        os.environ.update(LOOPBACK)  # before Ray is imported, since it reads them then
     import ray
 
-    if ray.is_initialized():  # in an actor, or where the caller has started it
+    if ray.is_initialized():  # in an actor, or started by the caller
         yield
         return
     _join(config)
@@ -76,11 +76,11 @@ def _join(config: Config) -> None:
     assert cluster is not None
     try:
         if cluster.address:
-            handed_on = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
+            forwarded = {name: os.environ[name] for name in FORWARDED if name in os.environ}
             ray.init(
                 address=cluster.address,
                 runtime_env={
-                    "env_vars": QUIET | handed_on | {STARTED_IN: os.getcwd()},
+                    "env_vars": QUIET | forwarded | {WORKING_FOLDER: os.getcwd()},
                     "worker_process_setup_hook": f"{__name__}.{move_to.__name__}",
                 },
                 logging_level=logging.ERROR,
@@ -89,7 +89,7 @@ def _join(config: Config) -> None:
             with own_gpu_hidden(config.model.device, trainers=cluster.trainers):
                 ray.init(
                     address="local",
-                    # what is counted is how many processes may run, and all of these shall
+                    # Ray's CPUs only limit the number of processes, and all of these must run
                     num_cpus=cluster.trainers + cluster.engines + cluster.reward_workers,
                     include_dashboard=False,
                     logging_level=logging.ERROR,
@@ -100,46 +100,46 @@ def _join(config: Config) -> None:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         if not cluster.address:
             raise EngineError(
-                f"Ray can't be started on this machine ({first}): see why in its logs."
+                f"Ray can't be started on this machine ({first}): see its logs for the reason."
             ) from error
         raise EngineError(
             f"Ray at {cluster.address} can't be joined ({first}): check cluster.address and, if "
-            "the cluster asks for a token, set RAY_AUTH_MODE=token and the token as Ray's "
-            "documentation says; or remove the address to start Ray on this machine."
+            "the cluster requires a token, set RAY_AUTH_MODE=token and the token as Ray's "
+            "documentation describes; or remove the address to start Ray on this machine."
         ) from error
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, with or without a port, is of this machine alone."""
+    """Whether an address, with or without a port, is a loopback address."""
     host = address.rpartition(":")[0] or address
     return host == "localhost" or host.startswith("127.") or host.strip("[]") == "::1"
 
 
 def move_to() -> None:
-    """Have a process work in the folder that the run was started in, where its machine has it."""
-    folder = os.environ[STARTED_IN]
+    """Change to the folder in which the run was started, if this machine has it."""
+    folder = os.environ[WORKING_FOLDER]
     if os.path.isdir(folder):
         os.chdir(folder)
 
 
 def _refuse_other_than_loopback() -> None:
-    """End Ray again if it was imported too early to learn from where it may be reached."""
+    """Shut Ray down if it was imported too early to be restricted to loopback."""
     import ray
 
     address = ray.util.get_node_ip_address()
     if address != "127.0.0.1":
         ray.shutdown()
         raise EngineError(
-            f"Ray was imported before the run and would listen to the network ({address}): import "
+            f"Ray was imported before the run and would listen on the network ({address}): import "
             "it after trustbatch.train, or set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before."
         )
 
 
 @contextmanager
 def own_gpu_hidden(device: str, *, trainers: int) -> Iterator[None]:
-    """Keep a GPU for the training in this process, where there are others for Ray.
+    """Reserve a GPU for training in this process, if there are others for Ray.
 
-    It is the one that `model.device` names, or else the first.
+    It is the one that `model.device` names (default: the first).
     """
     if trainers > 1 or torch.cuda.device_count() < 2:
         yield

@@ -12,9 +12,9 @@ from trustbatch.config import Config
 from trustbatch.errors import ConfigError
 from trustbatch.plan.demand import Demand
 from trustbatch.rewards import Scorer
-from trustbatch.rollout.chunked_engine import parts_of
 from trustbatch.tasks import Task
 from trustbatch.types import Grade, RolloutGroup
+from trustbatch.utils.chunks import chunks_of
 
 CHUNKS_PER_WORKER = 4
 """so that a worker with slow completions does not hold up the batch"""
@@ -69,7 +69,7 @@ class RemoteScorer:
         """Return the groups with a grade for every completion."""
         num_chunks = CHUNKS_PER_WORKER * len(self.pool.workers)
         size = len(groups) if self.own.needs_whole_batches else -(-len(groups) // num_chunks)
-        chunks = parts_of(groups, size)
+        chunks = chunks_of(groups, size)
         found: list[list[tuple[Grade, ...]]] = self.pool.run(
             chunks, lambda actor, chunk: actor.grade.remote(chunk), _note
         )

@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from trustbatch.cluster.actor_pool import DEATHS
 from trustbatch.cluster.driver import IsAskedToStop, Result, Train
-from trustbatch.cluster.interface import listener_at, stay_on_interface
 from trustbatch.cluster.placement import Places, machines
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError, EngineError, TrustbatchError
@@ -25,6 +24,7 @@ from trustbatch.plan.demand import Demand
 from trustbatch.tasks import Task
 from trustbatch.tasks.problems import ProblemTask
 from trustbatch.utils.distributed import DEADLINE, joined_ranks
+from trustbatch.utils.network import listen_at, use_interface_of
 
 LOOK_EVERY = 1.0
 HEARD_LATER = 5.0
@@ -41,14 +41,14 @@ class TrainerActor:
         # Ray shows it one GPU only: it is the first of its kind wherever it runs
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        stay_on_interface(ray.util.get_node_ip_address())
+        use_interface_of(ray.util.get_node_ip_address())
         self.rank, self.num_ranks = rank, num_ranks
         self._listener: socket.socket | None = None
 
     def listen(self) -> tuple[str, int]:
         """Return where ranks of several machines can meet: by Ray's address of this one only."""
         address = ray.util.get_node_ip_address()
-        self._listener = listener_at(address)
+        self._listener = listen_at(address)
         return address, self._listener.getsockname()[1]
 
     def train(

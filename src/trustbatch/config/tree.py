@@ -13,6 +13,7 @@ from trustbatch.models.config import ModelConfig
 from trustbatch.observe.config import RunConfig
 from trustbatch.rewards.config import RewardConfig
 from trustbatch.rollout.config import RolloutConfig
+from trustbatch.rollout.registry import engine_info, engine_names, engine_tables
 from trustbatch.tasks.config import TaskConfig
 from trustbatch.training.config import TrainingConfig
 from trustbatch.utils.tables import Table
@@ -104,10 +105,11 @@ class Config(Table):
             self._check_in_flight(cluster)
 
     def _check_in_flight(self, cluster: ClusterConfig) -> None:
-        if self.rollout.engine != "native":
+        if not engine_info(self.rollout.engine).supports_in_flight:
+            able = [f'"{name}"' for name in engine_names() if engine_info(name).supports_in_flight]
             raise ValueError(
                 f'cluster.in_flight is not available with rollout.engine = "{self.rollout.engine}":'
-                ' set that to "native", or remove cluster.in_flight'
+                f" set that to {' or '.join(able)}, or remove cluster.in_flight"
             )
         least = cluster.reuse * (2 if self.rollout.dynamic_sampling else 1)
         if cluster.max_lag < least:
@@ -157,14 +159,15 @@ class Config(Table):
         """Weight updates per canary: fewer checks for an engine on the trainer's own parameters."""
         if self.rollout.canary_every is not None:
             return self.rollout.canary_every
-        shares_parameters = self.rollout.engine == "native" and self.cluster is None
-        return SHARED_CANARY_EVERY if shares_parameters else 1
+        shares_parameters = engine_info(self.rollout.engine).shares_parameters
+        return SHARED_CANARY_EVERY if shares_parameters and self.cluster is None else 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved tree; keys without a value or an effect are left out."""
         tree = self.model_dump(exclude_none=True, mode="json")
-        if self.rollout.engine != "vllm":
-            del tree["rollout"]["vllm"]
+        for engine, table in engine_tables().items():
+            if engine != self.rollout.engine:
+                del tree["rollout"][table]
         if not self.evaluation.every:
             del tree["evaluation"]
         return tree

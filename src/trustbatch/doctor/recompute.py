@@ -12,7 +12,7 @@ from trustbatch.batching.micro_batches import micro_batches
 from trustbatch.doctor.distributions import SamplingDistribution, TokenStatistics
 from trustbatch.doctor.examined_tokens import ExaminedTokens
 from trustbatch.models.policy import Policy
-from trustbatch.rollout.fp8 import round_rows
+from trustbatch.rollout.native.linear import round_rows
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.training.logprobs import response_logits
 

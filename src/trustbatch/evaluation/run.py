@@ -24,7 +24,7 @@ from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.rollout.vllm.engine import require_vllm
+from trustbatch.rollout.registry import engine_info
 from trustbatch.utils.terminal import LiveLine
 
 OpenEngine = Callable[[Config, Policy], RolloutEngine]
@@ -54,8 +54,7 @@ class ModelEvaluator:
         self, models: Sequence[str], evaluation: Evaluation
     ) -> list[EvaluatedModel]:
         """Evaluate each model into its own folder below `evaluation.output`."""
-        if evaluation.engine == "vllm":
-            require_vllm()
+        engine_info(evaluation.engine).require()
         located = [locate_model(model) for model in models]
         names = short_names(located)
         evaluation = self._fitted(located, evaluation)

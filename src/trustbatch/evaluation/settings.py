@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trustbatch.config import apply_override
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.suite import EvaluatedTask, TaskChoice, digest, load_suite
+from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_tables
 from trustbatch.tasks.base import is_environment
 from trustbatch.tasks.benchmarks import FILE_ENDINGS
 from trustbatch.types import SamplingParams
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 ENGINE_KEYS = ("rollout.max_sequences", "rollout.precision")
 GRADER_KEYS = ("reward.workers", "reward.time_limit", "reward.memory_limit_gib")
-ENGINE_TABLES = ("model.", "rollout.vllm.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Evaluation:
     sampling: SamplingSettings
     is_capped: bool = True
     """whether max_tokens is lowered to fit the model's context; otherwise it is refused"""
-    engine: str = "native"
+    engine: str = DEFAULT_ENGINE
     tables: Mapping[str, Any] = field(default_factory=dict)
     """keys of [model], [rollout] and [reward], for engine and graders"""
     output: Path = Path("evals")
@@ -138,15 +138,17 @@ def _num_samples(options: argparse.Namespace) -> int:
 def _engine_tables(overrides: Sequence[str]) -> dict[str, Any]:
     """Parse overrides of engine and graders such as --model.device=cpu; refuse any other."""
     tree: dict[str, Any] = {}
+    own_tables = [f"rollout.{table}." for table in engine_tables().values()]
     for override in overrides:
         key = override.removeprefix("--").partition("=")[0]
         is_known = key in ENGINE_KEYS + GRADER_KEYS or (
-            key.startswith(ENGINE_TABLES) and key != "model.name"
+            key.startswith(("model.", *own_tables)) and key != "model.name"
         )
         if not is_known:
+            words = ", ".join(f"--{table}KEY=..." for table in own_tables)
             raise ConfigError(
                 f"{override!r} is not an option of eval: in addition to those of --help it takes "
-                "--model.KEY=..., --rollout.vllm.KEY=..., --rollout.max_sequences=..., "
+                f"--model.KEY=..., {words}, --rollout.max_sequences=..., "
                 "--rollout.precision=... and --reward.time_limit=... (workers, memory_limit_gib), "
                 "as in a configuration."
             )

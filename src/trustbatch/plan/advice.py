@@ -6,6 +6,7 @@ from typing import Any
 
 from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.memory import Lora, Setting, size
+from trustbatch.rollout.registry import engine_info
 
 LORA_RANK = 16
 MAX_GPUS = 64
@@ -91,8 +92,9 @@ def advise(
 def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
     """Yield single changes, the cheapest first."""
     config, hardware = estimator.config, estimator.hardware
-    if config.rollout.engine == "vllm" and config.cluster is None and not setting.vllm_sleeps:
-        yield Change("rollout.vllm.sleep = true", "vllm_sleeps", True)
+    sleep_key = engine_info(config.rollout.engine).sleep_key
+    if sleep_key is not None and config.cluster is None and not setting.engine_sleeps:
+        yield Change(f"{sleep_key} = true", "engine_sleeps", True)
     if setting.direct_transfer:
         words = 'cluster.weight_transfer = "shared_memory"'
         yield Change(words, "direct_transfer", False)

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trustbatch.config import Config
-from trustbatch.plan.memory import BFLOAT16, FLOAT32
+from trustbatch.models.loading import default_precision
+from trustbatch.plan.memory import FLOAT32
+from trustbatch.rollout.registry import engine_info
 
 Resources = Mapping[str, float]
 
@@ -52,8 +54,10 @@ class Demand:
         # an existing Ray cluster does not know about GPUs used outside of it
         is_placed = cluster.trainers > 1 or (cluster.address and num_gpus > 1)
         num_trainers = cluster.trainers if is_placed else 0
-        is_divided = config.rollout.engine == "vllm" and cluster.engine_gpus is None
-        whole = config.rollout.vllm.tensor_parallel if is_divided else 1
+        info = engine_info(config.rollout.engine)
+        gpu_key, whole = "cluster.engine_gpus", 1
+        if cluster.engine_gpus is None and info.gpus_key is not None:
+            gpu_key, whole = info.gpus_key, info.num_gpus(info.table(config.rollout))
         gpus_per_engine = cluster.engine_gpus
         if gpus_per_engine is None:
             gpus_per_engine = float(whole) if num_gpus else 0.0
@@ -68,7 +72,7 @@ class Demand:
                 "cluster.engines",
                 cluster.engines,
                 gpus=gpus_per_engine,
-                gpu_key="rollout.vllm.tensor_parallel" if is_divided else "cluster.engine_gpus",
+                gpu_key=gpu_key,
             ),
             reward_workers=Bundles(
                 "reward worker", "cluster.reward_workers", cluster.reward_workers
@@ -134,26 +138,15 @@ def _share(number: int) -> float:
     return math.floor(10_000 / number) / 10_000
 
 
-MAX_PUBLISHED_SHARE = 0.2
-"""of the first trainer's GPU memory, unless cluster.weight_transfer = "process_group" is set"""
-
-
 def published_bytes(config: Config, num_parameters: int) -> float:
     """Return the bytes of the weight versions that a direct transfer keeps on the trainer's GPU."""
     assert config.cluster is not None
     precision = config.rollout.precision
     if precision == "auto":
         precision = config.model.precision
-    # vLLM rounds all weights; the native engine keeps float32, and rounds some copies
-    is_rounded = config.rollout.engine == "vllm" and precision != "float32"
+    if precision == "auto":
+        precision = default_precision("cuda")
+    rounded = engine_info(config.rollout.engine).weight_dtype(precision)
     # the versions that engines may request, and one about to be replaced
     num_versions = config.cluster.max_lag + 2
-    return num_versions * (BFLOAT16 if is_rounded else FLOAT32) * num_parameters
-
-
-def keeps_published_on_gpu(config: Config, num_bytes: float, *, gpu_memory: float) -> bool:
-    """Return whether published weights are kept on the first trainer's GPU."""
-    assert config.cluster is not None
-    if config.cluster.weight_transfer == "auto":
-        return num_bytes <= MAX_PUBLISHED_SHARE * gpu_memory
-    return config.cluster.weight_transfer == "process_group"
+    return num_versions * (FLOAT32 if rounded is None else rounded.itemsize) * num_parameters

@@ -15,7 +15,6 @@ from trustbatch.config import Config
 from trustbatch.plan.demand import (
     Bundles,
     Demand,
-    keeps_published_on_gpu,
     published_bytes,
     seen_by_ray,
 )
@@ -23,9 +22,12 @@ from trustbatch.plan.hardware import Hardware, find_hardware
 from trustbatch.plan.memory import BFLOAT16, FLOAT32, MemoryPlan, Part, Phase, Setting
 from trustbatch.plan.outline import Activations, ModelOutline, measure_activations
 from trustbatch.plan.token_counts import PromptLength, cached_tokens, longest_prompt
+from trustbatch.rollout.engine import EngineInfo
 from trustbatch.rollout.native.engine import PREFILL_TOKENS
+from trustbatch.rollout.registry import engine_info
 from trustbatch.tasks import Task
 from trustbatch.training.linear_logprobs import CPU_SLICE_BYTES, GPU_SLICE_BYTES
+from trustbatch.weight_sync.publications import keeps_on_gpu
 
 ADAMW_STATES = 2 * FLOAT32
 EIGHT_BIT_STATES = 2 * (1 + FLOAT32 / 256)
@@ -128,19 +130,21 @@ class Estimator:
             return 0.0
         num_bytes = published_bytes(self.config, self.outline.num_parameters)
         memory = self.hardware.memory
-        return (
-            num_bytes if keeps_published_on_gpu(self.config, num_bytes, gpu_memory=memory) else 0.0
-        )
+        assert self.config.cluster is not None
+        method = self.config.cluster.weight_transfer
+        return num_bytes if keeps_on_gpu(method, num_bytes, gpu_memory=memory) else 0.0
 
     def _engines_per_gpu(self, bundles: Bundles, generate: list[Part]) -> list[Part]:
         """Parts of the engines that share one GPU; each has its own policy.
 
-        vLLM's policy is in host memory, and vLLM's own share is a part of generation.
+        An engine that copies the policy keeps it in host memory, and reserves what it needs.
         """
         number = min(math.floor(1 / bundles.gpus), bundles.size) if 0 < bundles.gpus < 1 else 1
-        is_native = self.config.rollout.engine == "native"
         of_one = [
-            Part("engine's parameters", is_native * FLOAT32 * self.outline.num_parameters),
+            Part(
+                "engine's parameters",
+                self._engine.shares_parameters * FLOAT32 * self.outline.num_parameters,
+            ),
             Part("engine's weights", self._engine_weights(self.outline, is_sharded=False)),
             Part("second policies", self._second_policies()),
             *generate,
@@ -188,8 +192,8 @@ class Estimator:
         ).num_parameters
 
     def _second_policies(self) -> float:
-        if self.config.rollout.engine != "native":
-            return 0.0  # vLLM keeps them in host memory
+        if not self._engine.shares_parameters:
+            return 0.0  # they are in host memory
         outlines = [
             ModelOutline.read(second.model, trust_remote_code=second.trust_remote_code)
             for second in self.config.rollout.policies
@@ -200,8 +204,8 @@ class Estimator:
         )
 
     def _engine_weights(self, outline: ModelOutline, is_sharded: bool) -> float:
-        """Bytes that the native engine keeps besides the trainer's parameters."""
-        if self.config.rollout.engine != "native":
+        """Bytes that an engine on the trainer's parameters keeps beside them."""
+        if not self._engine.shares_parameters:
             return 0.0
         images = self._images(outline)
         if not is_sharded:
@@ -238,8 +242,9 @@ class Estimator:
         return "float32" if self._autocast_dtype is None else "bfloat16"
 
     def _generate(self, setting: Setting) -> list[Part]:
-        if self.config.rollout.engine == "vllm":
-            return [self._vllm()]
+        reserved = self._reserved()
+        if reserved is not None:
+            return [reserved]
         rollout, outline = self.config.rollout, self.outline
         num_rows = min(self._rows_per_call(setting), setting.max_sequences)
         rows_per_prompt = min(rollout.samples_per_prompt, num_rows)
@@ -272,12 +277,17 @@ class Estimator:
         share = math.ceil(rollout.prompts_per_step / cluster.engines)
         return (rollout.prompts_per_call or share) * rollout.samples_per_prompt
 
-    def _vllm(self) -> Part:
-        vllm = self.config.rollout.vllm
-        is_here = vllm.devices is None
-        num_engines = 1 + len(self.config.rollout.policies)
-        share = vllm.gpu_memory_utilization * self.hardware.memory * num_engines
-        return Part("vLLM", share if is_here else 0.0)
+    @property
+    def _engine(self) -> EngineInfo:
+        return engine_info(self.config.rollout.engine)
+
+    def _reserved(self) -> Part | None:
+        """Return what engines reserve, of the policy and of second ones; None if nothing."""
+        rollout, info = self.config.rollout, self._engine
+        in_one = info.reserved_bytes(info.table(rollout), self.hardware.memory)
+        if in_one is None:
+            return None
+        return Part(info.label, in_one * (1 + len(rollout.policies)))
 
     def _train(self, setting: Setting) -> list[list[Part]]:
         """Return the parts at each moment of an update that can be the peak."""
@@ -286,8 +296,9 @@ class Estimator:
         in_step = num_sequences * self.longest_sequence / training.mini_batches / setting.num_gpus
         tokens = min(max(setting.micro_batch_tokens, self.longest_sequence), math.ceil(in_step))
         parts = []
-        if rollout.engine == "vllm" and not setting.vllm_sleeps and self.demand is None:
-            parts.append(self._vllm())
+        reserved = self._reserved()
+        if reserved is not None and not setting.engine_sleeps and self.demand is None:
+            parts.append(reserved)
         gathered = Part("gathered layers", self._gathered(setting))
         gradients = Part("gradients", self._gradients(setting))
         saved = Part("activations", tokens * self._saved_per_token(setting))

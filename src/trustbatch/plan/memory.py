@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from trustbatch.config import Config
 from trustbatch.models.config import ALL_LINEAR, LoraConfig
+from trustbatch.rollout.registry import engine_info
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,8 @@ class Setting:
     eight_bit_optimizer: bool = False
     cpu_offload: bool = False
     lora: Lora | None = None
-    vllm_sleeps: bool = False
-    """whether vLLM frees its memory while the policy is trained"""
+    engine_sleeps: bool = False
+    """whether the engine frees its reserved memory while the policy is trained"""
     direct_transfer: bool = False
     """whether weights for a cluster's engines are kept on the first trainer's GPU"""
 
@@ -47,6 +48,7 @@ class Setting:
     def of(cls, config: Config, *, num_gpus: int = 1) -> "Setting":
         """Read a configuration."""
         training, lora, cluster = config.training, config.model.lora, config.cluster
+        info = engine_info(config.rollout.engine)
         return cls(
             num_gpus=num_gpus,
             micro_batch_tokens=training.micro_batch_tokens,
@@ -56,7 +58,7 @@ class Setting:
             eight_bit_optimizer=training.optimizer == "adamw_8bit",
             cpu_offload=training.cpu_offload,
             lora=None if lora is None else Lora.of(lora),
-            vllm_sleeps=config.rollout.vllm.sleep,
+            engine_sleeps=info.sleeps(info.table(config.rollout)),
             direct_transfer=cluster is not None
             and cluster.weight_transfer in ("auto", "process_group"),
         )

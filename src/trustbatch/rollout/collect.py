@@ -1,4 +1,4 @@
-"""From prompts to groups of completions."""
+"""Rollouts: from prompts to groups of completions."""
 
 from collections.abc import Sequence
 
@@ -22,10 +22,10 @@ def collect(
     first_group: int = 0,
     max_turns: int = MAX_TURNS,
 ) -> list[RolloutGroup]:
-    """Sample `num_samples` completions of every prompt; one group a prompt, in their order.
+    """Sample `num_samples` completions per prompt; returns one group per prompt, in order.
 
-    Where `task` is an environment it answers them, and each goes on for up to `max_turns` turns;
-    None samples the first turn alone. `first_group` is the number of the first prompt in the run.
+    If `task` is an environment it replies, for up to `max_turns` turns per completion; None samples
+    the first turn only. `first_group` is the index of the first prompt in the run.
     """
     _refuse_repeated(prompts)
     requests = [
@@ -53,19 +53,19 @@ def collect(
 
 
 def _refuse_repeated(prompts: Sequence[Prompt]) -> None:
-    """Two prompts of one id would get the same random numbers, and so the same samples."""
+    """Refuse two prompts with one id, which would get the same random numbers."""
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
             raise ConfigError(
-                f"Two prompts of a batch have the id {prompt.id!r} and would sample the same "
-                "samples: let the task's `prompt(index)` give each sample an id of its own."
+                f"Two prompts of a batch have the id {prompt.id!r} and would get the same "
+                "completions: make the task's `prompt(index)` return a unique id per prompt."
             )
         seen.add(prompt.id)
 
 
 def encode_checked(policy: Policy, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
-    """Tokenize a prompt, and refuse one that leaves no room for the answer."""
+    """Tokenize a prompt, and refuse one that leaves no room for the completion."""
     token_ids = policy.encode(prompt)
     if not token_ids:
         raise ConfigError(f"Prompt {prompt.id!r} has no tokens: remove it from the data.")

@@ -3,8 +3,9 @@
 from decimal import Decimal
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_names, engine_tables
 from trustbatch.rollout.vllm.config import VllmConfig
 from trustbatch.utils.tables import Changeable, Table
 
@@ -38,7 +39,7 @@ class SecondPolicyConfig(Table):
 class RolloutConfig(Table):
     """[rollout]: how completions are sampled."""
 
-    engine: Literal["native", "vllm"] = "native"
+    engine: str = DEFAULT_ENGINE
     prompts_per_step: int = Field(default=32, ge=1)
     samples_per_prompt: int = Field(default=8, ge=1)
     max_tokens: int = Field(default=256, ge=1)
@@ -85,9 +86,19 @@ class RolloutConfig(Table):
                 raise ValueError(
                     f"rollout.policies has two called {name!r}: give each a name of its own"
                 )
-        if self.engine != "vllm" and self.vllm != VllmConfig():
-            raise ValueError(
-                f'rollout.vllm requires rollout.engine = "vllm", not "{self.engine}": set that, or '
-                "remove the table"
-            )
+        for engine, name in engine_tables().items():
+            table = getattr(self, name)
+            if engine != self.engine and table != type(table)():
+                raise ValueError(
+                    f'rollout.{name} requires rollout.engine = "{engine}", not "{self.engine}": '
+                    "set that, or remove the table"
+                )
         return self
+
+    @field_validator("engine")
+    @classmethod
+    def _check_engine(cls, value: str) -> str:
+        if value not in engine_names():
+            known = " or ".join(f'"{name}"' for name in engine_names())
+            raise ValueError(f'rollout.engine = "{value}" is not known: set it to {known}')
+        return value

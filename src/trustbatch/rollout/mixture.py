@@ -1,4 +1,4 @@
-"""A mixture of policies: the trained one and frozen others answer the same prompts."""
+"""A mixture of policies: the trained one and frozen second policies, on the same prompts."""
 
 import dataclasses
 import itertools
@@ -17,23 +17,23 @@ from trustbatch.types import Completion, GenerationRequest, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class SecondPolicy:
-    """An engine with a model that is never trained, and how much of each group it samples."""
+    """An engine with a frozen model, and the share of each group that it samples."""
 
     name: str
     engine: RolloutEngine
     share: float
     context_length: int
     temperature: float | None = None
-    """that of the request unless told, like the next two"""
+    """default: that of the request, like the next two"""
     top_p: float | None = None
     top_k: int | None = None
 
     def sampling(self, requested: SamplingParams) -> SamplingParams:
-        """Return how this policy samples where another is asked to sample as `requested`."""
-        return told_sampling(self, requested)
+        """Return this policy's sampling parameters for a request's."""
+        return sampling_of(self, requested)
 
     def refuse_too_long(self, request: GenerationRequest) -> None:
-        """Refuse a prompt that leaves this model no room for the answer."""
+        """Refuse a prompt that leaves no room for the completion in this model's context."""
         if len(request.token_ids) + request.sampling.max_tokens > self.context_length:
             raise ConfigError(
                 f"Prompt {request.prompt_id!r} has {len(request.token_ids)} tokens, which with "
@@ -43,22 +43,21 @@ class SecondPolicy:
             )
 
 
-def told_sampling(
+def sampling_of(
     second: SecondPolicy | SecondPolicyConfig, requested: SamplingParams
 ) -> SamplingParams:
-    """Return `requested` with what a second policy was told to do otherwise."""
+    """Return `requested` with the second policy's own values where it has some."""
     own = {"temperature": second.temperature, "top_p": second.top_p, "top_k": second.top_k}
-    told = {key: value for key, value in own.items() if value is not None}
-    return dataclasses.replace(requested, **told)
+    changes = {key: value for key, value in own.items() if value is not None}
+    return dataclasses.replace(requested, **changes)
 
 
 class MixedEngine:
     """Divides the samples of each group between the trained policy's engine and second policies.
 
-    The trained policy samples the first samples of a group, the others those after it, in the order
-    of the configuration; `division` says how many, and a request that names a policy is that one's
-    alone. Version and weights are the trained policy's:
-    second policies are frozen.
+    The trained policy has the first samples of a group and the others follow, in the order of the
+    configuration; `division` says how many each has. A request that names a policy is sampled by it
+    alone. Version and weights are the trained policy's: second policies are frozen.
     """
 
     def __init__(self, trained: RolloutEngine, others: Sequence[SecondPolicy]) -> None:
@@ -71,13 +70,15 @@ class MixedEngine:
         return self.trained.version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Return all samples of all requests: in the order of the requests, then of the samples."""
+        """Return all completions, in the order of the requests, then of their samples."""
         counts = [self._counts(request) for request in requests]
-        sampled = [self._sample(number, requests, counts) for number in range(1 + len(self.others))]
+        by_policy = [
+            self._sample(number, requests, counts) for number in range(1 + len(self.others))
+        ]
         return [
             completion
             for number in range(len(requests))
-            for by_request in sampled
+            for by_request in by_policy
             for completion in by_request[number]
         ]
 
@@ -86,7 +87,7 @@ class MixedEngine:
         self.trained.load_weights(weights, version)
 
     def sleep(self) -> None:
-        """Let every engine give back its memory."""
+        """Let every engine free its memory."""
         for engine in self._engines:
             engine.sleep()
 
@@ -105,11 +106,11 @@ class MixedEngine:
         return [self.trained, *(policy.engine for policy in self.others)]
 
     def _counts(self, request: GenerationRequest) -> tuple[int, ...]:
-        """Return how many samples each policy samples, the trained one first."""
+        """Return the number of samples of each policy, the trained one first."""
         if request.policy is None:
             shares = [policy.share for policy in self.others]
             return division(shares, request.num_samples, group=request.group)
-        # an episode is sampled by one policy throughout
+        # one policy samples all turns of an episode
         second = [request.num_samples * (each.name == request.policy) for each in self.others]
         return (request.num_samples - sum(second), *second)
 
@@ -137,11 +138,11 @@ class MixedEngine:
 
 
 def division(shares: Sequence[float], num_samples: int, *, group: int) -> tuple[int, ...]:
-    """Return how many samples of a group each policy samples: the trained one first.
+    """Return the number of samples of each policy in a group, the trained one first.
 
-    A policy with share s samples s * num_samples, rounded down in some groups and up in others.
-    Which, is a function of the group's number alone, such that the long-run share is exact: the
-    bounds between policies are shifted by a low-discrepancy sequence before they are rounded.
+    A policy with share s has s * num_samples, rounded down in some groups and up in others. The
+    rounding depends on the group's index only, such that the long-run share is exact: the bounds
+    between policies are shifted by a low-discrepancy sequence before they are rounded.
 
     Example: with shares (0.3,) and 8 samples, groups 0, 1, 2, ... get (5, 3), (6, 2), (5, 3), ...
     """
@@ -156,6 +157,6 @@ def division(shares: Sequence[float], num_samples: int, *, group: int) -> tuple[
 
 
 def _radical_inverse(number: int) -> Fraction:
-    """Mirror the binary digits at the point: 0, 1/2, 1/4, 3/4, 1/8, ... fill [0, 1) evenly."""
+    """Mirror the binary digits at the point: 0, 1/2, 1/4, 3/4, 1/8, ... cover [0, 1) evenly."""
     digits = f"{number:b}"[::-1]
     return Fraction(int(digits, 2), 2 ** len(digits))

@@ -1,4 +1,4 @@
-"""Rollouts as JSON records: a lossless form for checkpoints, and a readable one for people."""
+"""Rollouts as JSON records: lossless ones for checkpoints, and readable ones for reports."""
 
 import math
 from collections import Counter
@@ -22,7 +22,7 @@ from trustbatch.types import (
 
 
 def group_to_record(group: RolloutGroup) -> dict[str, Any]:
-    """Return plain values from which the group can be restored bit for bit.
+    """Return JSON values from which the group can be restored bit for bit.
 
     A float32 written as a decimal double and read back is the same float32.
     """
@@ -78,7 +78,7 @@ def readable_record(
 
 
 def _number(value: float) -> float | None:
-    """JSON has no name for what is not a number."""
+    """Return None for NaN, which JSON does not have."""
     return None if math.isnan(value) else value
 
 

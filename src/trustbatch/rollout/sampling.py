@@ -1,8 +1,8 @@
-"""From logits to a token: which distribution it is sampled from, and the number that samples it.
+"""Sampling tokens from logits: the distribution, and the random number of each token.
 
 The random number is a pure function of (run seed, policy version, prompt id, sample index, turn,
-position), so a sample does not depend on what else is in the batch, on how many engines there are,
-or on whether the run was interrupted.
+position), so a completion does not depend on the rest of the batch, on the number of engines, or on
+whether the run was interrupted.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _GOLDEN, _MIX_1, _MIX_2 = (
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token for each row of a batch, with what is recorded about it."""
+    """One token per row of a batch, with its recorded log-probs."""
 
     token_ids: Tensor
     """[B]"""
@@ -35,39 +35,39 @@ class SampledTokens:
     top_logp: Tensor | None
     """[B, K] float32"""
     anchor_logp: Tensor | None = None
-    """[B] float32, where the anchor is another distribution than the recorded one"""
+    """[B] float32, if the anchor is another distribution than the recorded one"""
     anchor_top_logp: Tensor | None = None
     """[B, K] float32"""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "SampledTokens":
-        """Build one from tensors by name; those that are not named are not there."""
+        """Build one from tensors by field name; missing fields are None."""
         return cls(**{name: tensors.get(name) for name in cls.__slots__})  # type: ignore[arg-type]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return those that are there, by name."""
+        """Return the tensors that are not None, by field name."""
         parts = {name: getattr(self, name) for name in self.__slots__}
         return {name: part for name, part in parts.items() if part is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "SampledTokens":
-        """Return the same with every tensor changed in the same way."""
+        """Apply a function to every tensor."""
         return SampledTokens.of({name: change(part) for name, part in self.tensors().items()})
 
     @classmethod
-    def joined(cls, parts: Sequence["SampledTokens"]) -> "SampledTokens":
-        """Lay several end to end."""
+    def concatenate(cls, parts: Sequence["SampledTokens"]) -> "SampledTokens":
+        """Concatenate several along the first dimension."""
         names = parts[0].tensors()
         return cls.of({name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def policy_seed(seed: int, policy: str) -> int:
-    """Return the seed of a second policy: two policies never share their random numbers."""
+    """Return the seed of a second policy: no two policies share random numbers."""
     digest = hashlib.blake2b(f"{seed}|{policy}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little")
 
 
 def sample_key(seed: int, version: int, prompt_id: str, sample: int, turn: int = 0) -> int:
-    """Return the signed 64-bit key of the stream of random numbers of one turn of one sample."""
+    """Return the signed 64-bit key of the random number stream of one turn of one sample."""
     place = f"{sample}.{turn}" if turn else f"{sample}"
     text = f"{seed}|{version}|{place}|{prompt_id}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -77,7 +77,7 @@ def sample_key(seed: int, version: int, prompt_id: str, sample: int, turn: int =
 def uniforms(keys: Tensor, position: int | Tensor) -> Tensor:
     """Return the position-th number of each stream, [B] float64 in [0, 1): SplitMix64."""
     steps = torch.as_tensor(position, device=keys.device) + 1
-    z = keys + steps * _GOLDEN  # int64 products wrap, as the generator wants
+    z = keys + steps * _GOLDEN  # int64 products wrap around, as the generator needs
     z = (z ^ _shift_right(z, 30)) * _MIX_1
     z = (z ^ _shift_right(z, 27)) * _MIX_2
     z = z ^ _shift_right(z, 31)
@@ -86,7 +86,7 @@ def uniforms(keys: Tensor, position: int | Tensor) -> Tensor:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    # int64 shifts copy the sign bit: mask it away
+    # int64 shifts copy the sign bit: mask it out
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -96,18 +96,18 @@ def sampling_logprobs(logits: Tensor, sampling: SamplingParams) -> Tensor:
     Temperature first, then top-k, then top-p on what is left; excluded tokens have -inf, and the
     rest is renormalized.
     """
-    return _cut(logits, sampling)[0]
+    return _truncate(logits, sampling)[0]
 
 
-def _cut(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | None]:
-    """Return the same, and all tokens [B, V] by probability where top-p alone had to sort them."""
+def _truncate(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | None]:
+    """Return the same, and tokens [B, V] in order of probability if top-p has sorted them all."""
     logits = logits.float()
     if sampling.temperature == 0:
         best = logits.argmax(-1, keepdim=True)
         return torch.full_like(logits, -torch.inf).scatter(-1, best, 0.0), None
     logp = torch.log_softmax(logits / sampling.temperature, dim=-1)
-    is_cut_by_number = 0 < sampling.top_k < logits.shape[-1]
-    if is_cut_by_number:
+    has_top_k = 0 < sampling.top_k < logits.shape[-1]
+    if has_top_k:
         kept, index = logp.topk(sampling.top_k, dim=-1)
         logp = torch.full_like(logp, -torch.inf).scatter(-1, index, kept)
         logp = torch.log_softmax(logp, dim=-1)
@@ -118,20 +118,20 @@ def _cut(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | Non
     mass_before = probability.cumsum(-1) - probability
     ordered = ordered.masked_fill(mass_before >= sampling.top_p, -torch.inf)
     logp = torch.full_like(logp, -torch.inf).scatter(-1, index, ordered)
-    return torch.log_softmax(logp, dim=-1), None if is_cut_by_number else index
+    return torch.log_softmax(logp, dim=-1), None if has_top_k else index
 
 
 def sample_tokens(
     logits: Tensor, keys: Tensor, position: int | Tensor, sampling: SamplingParams
 ) -> SampledTokens:
-    """Sample one token for each row of logits [B, V] by inverting its cumulative distribution.
+    """Sample one token per row of logits [B, V] by inverting its cumulative distribution.
 
-    Nothing waits for the device. Logits that are not finite show as a log-prob of NaN, which
-    `refuse_divergence` looks for where the numbers reach the host.
+    There is no synchronization with the device. Logits that are not finite give a log-prob of NaN,
+    which `refuse_divergence` finds once the log-probs are on the host.
     """
     by_probability = None
     if sampling.temperature == 0 or sampling.top_k or sampling.top_p < 1.0:
-        logp, by_probability = _cut(logits, sampling)
+        logp, by_probability = _truncate(logits, sampling)
         blocks = VocabularyBlocks(logp, 1.0)
     else:
         blocks = VocabularyBlocks(logits, sampling.temperature)
@@ -143,7 +143,7 @@ def sample_tokens(
         anchor = VocabularyBlocks(logits, sampling.anchor_temperature)
     top_logp, top_token_ids, anchor_top_logp = None, None, None
     if sampling.top_logprobs:
-        # all have the same order; where truncation has kept fewer than K, the anchor goes on
+        # all have the same order; if truncation keeps fewer than K tokens, the anchor has the rest
         if by_probability is not None:
             top_token_ids = by_probability[:, : sampling.top_logprobs]
         else:
@@ -165,5 +165,5 @@ def refuse_divergence(logp: Tensor) -> None:
     if not bool(torch.isfinite(logp).all()):
         raise DivergedError(
             "The policy's logits are not finite, so nothing can be sampled: lower "
-            "training.learning_rate, or look for a broken checkpoint."
+            "training.learning_rate, or check the checkpoint for broken weights."
         )

@@ -1,8 +1,8 @@
-"""A distribution over the vocabulary, read once: sums and maxima of blocks of tokens.
+"""A distribution over the vocabulary in blocks of tokens: their sums and maxima, in one pass.
 
-The token that inverts the cumulative distribution lies in the block in which the blocks' own
-cumulative distribution is inverted, and the K most likely tokens lie in the K blocks with the
-largest maxima. So one pass over the logits is enough, and all else is done on a few numbers.
+The token that inverts the cumulative distribution is in the block that inverts the cumulative
+distribution of the blocks, and the K most likely tokens are in the K blocks with the largest
+maxima. So one pass over the logits suffices, and the rest needs a few numbers only.
 """
 
 import torch
@@ -40,14 +40,14 @@ class VocabularyBlocks:
         return logits - self.normalizer
 
     def invert(self, uniform: Tensor) -> Tensor:
-        """Return the token [B] at which the cumulative distribution passes a number in [0, 1)."""
+        """Return the token [B] at which the cumulative distribution exceeds a number in [0, 1)."""
         cumulative = self.masses.cumsum(-1)
         target = uniform[:, None] * cumulative[:, -1:]
         block = _first_above(cumulative, target)
         inside = self._block(block)
         before = cumulative.gather(-1, block) - self.masses.gather(-1, block)
         within = (inside - self.largest).double().exp().cumsum(-1)
-        # the block's own sum, rounded otherwise, must not end before the target does
+        # the block's own sum is rounded differently, but must not end before the target
         rest = torch.minimum(target - before, within[:, -1:] * (1 - 2.0**-50))
         token = block * BLOCK + _first_above(within, rest.clamp_min(0))
         return token.squeeze(-1).clamp_max(self.num_tokens - 1)
@@ -58,12 +58,12 @@ class VocabularyBlocks:
         _, blocks = self.maxima.topk(min(count, self.maxima.shape[-1]), dim=-1)
         offsets = torch.arange(BLOCK, device=blocks.device)
         candidates = (blocks.sort(dim=-1).values[:, :, None] * BLOCK + offsets).flatten(1)
-        # stable: among excluded tokens, padding at the vocabulary's end is never taken
+        # stable: among excluded tokens, padding at the end of the vocabulary is never chosen
         logp, index = self.logp(candidates).sort(dim=-1, descending=True, stable=True)
         return candidates.gather(-1, index[:, :count]), logp[:, :count]
 
     def _block(self, block: Tensor) -> Tensor:
-        """Return logits / temperature [B, BLOCK] of one block [B, 1] a row, in float32."""
+        """Return logits / temperature [B, BLOCK] of one block [B, 1] per row, in float32."""
         index = block[:, :, None].expand(-1, 1, BLOCK)
         return self.logits.gather(1, index).squeeze(1).float() / self.temperature
 
@@ -72,7 +72,7 @@ def _block_masses(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return maxima of blocks [B, n, BLOCK], and sums of exp(logit - largest of the row)."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     maxima = scaled.amax(-1)
-    # softmax is the one operation that reads and writes the logits once on a CPU
+    # on a CPU, softmax is the only operation that reads and writes the logits once
     shares = scaled.flatten(1).softmax(-1).view(scaled.shape)
     best = maxima.argmax(-1)[:, None, None].expand(-1, 1, BLOCK)
     largest_share = shares.gather(1, best).amax(-1)

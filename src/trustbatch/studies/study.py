@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trustbatch.rollout.registry import DEFAULT_ENGINE
+
 LagKey = Literal["rollout.lag", "cluster.max_lag"]
 
 
@@ -70,7 +72,7 @@ class Suite:
     top_p: float = 0.95
     max_tokens: int
     """a study with longer rollouts uses their limit instead"""
-    engine: str = "native"
+    engine: str = DEFAULT_ENGINE
 
 
 @dataclass(frozen=True, kw_only=True)

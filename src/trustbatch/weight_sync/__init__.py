@@ -1,1 +1,1 @@
-"""How new weights travel to an engine."""
+"""Transports of weights from trainer to engines: chunks, disk and process groups; no Ray."""

@@ -1,4 +1,4 @@
-"""A link: a process group of two, the first trainer and one engine, outside of all other groups."""
+"""A process group of two, the first trainer and one engine, separate from all other groups."""
 
 import os
 import threading
@@ -14,32 +14,32 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 TRAINER, ENGINE = 0, 1
-WATCHDOG = {
-    # its usual answer to a dead peer is to end this process: it shall only end the communicator
+NCCL_ENVIRONMENT = {
+    # by default the watchdog ends this process when a peer dies: it must only end the communicator
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # waiting for a message is waiting for the bytes, not for their place in a stream
+    # wait for the bytes themselves, not for their place in a stream
     "TORCH_NCCL_BLOCKING_WAIT": "1",
 }
-"""read by torch when a group is made"""
-_making = threading.Lock()
+"""read by torch when a group is created"""
+_creating = threading.Lock()
 
 
 class Backend(StrEnum):
-    """What carries the bytes."""
+    """What transfers the bytes."""
 
     NCCL = "nccl"
-    """from one GPU to another one"""
+    """from one GPU to another"""
     GLOO = "gloo"
     """between processes, from host memory to host memory"""
 
 
-class Link:
-    """Carries tensors from the first trainer to one engine, which take each in the same order.
+class TransferGroup:
+    """Sends tensors from the first trainer to one engine; both use the same order.
 
-    Making it waits for the other member. What goes wrong in any method is a RuntimeError, and the
-    link is of no use after that.
+    The constructor waits for the other member. Every method raises RuntimeError on failure, after
+    which the group can't be used any more.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Link:
     ) -> None:
         self.backend = backend
         self._peer = ENGINE if rank == TRAINER else TRAINER
-        make = _nccl_group if backend == Backend.NCCL else _gloo_group
-        self._group: Any = make(store, rank, address, timedelta(seconds=seconds))
-        # NCCL connects with the first message: not while a version is held for it
+        create = _nccl_group if backend == Backend.NCCL else _gloo_group
+        self._group: Any = create(store, rank, address, timedelta(seconds=seconds))
+        # NCCL connects with the first message: do it now, before a version is held for it
         greeting = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        carry = self.send if rank == TRAINER else self.receive
-        carry(greeting, seconds)
+        transfer = self.send if rank == TRAINER else self.receive
+        transfer(greeting, seconds)
 
     @property
     def device(self) -> str:
-        """Where tensors must lie to be carried."""
+        """Where tensors must be to be sent or received."""
         return "cuda" if self.backend == Backend.NCCL else "cpu"
 
     def send(self, content: Tensor, seconds: float) -> None:
@@ -67,15 +67,15 @@ class Link:
         """Fill a tensor with what the other member sends."""
         self._group.recv([content], self._peer, 0).wait(timedelta(seconds=seconds))
 
-    def break_off(self) -> None:
-        """End what is under way: NCCL does not see that a peer is dead, as gloo does by itself."""
+    def abort(self) -> None:
+        """Cancel running transfers: unlike gloo, NCCL does not notice that a peer is dead."""
         self._group.abort()
 
 
 def _gloo_group(store: Store, rank: int, address: str, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # the published types lack its options
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address)]  # it listens there and nowhere else
+    options._devices = [gloo.create_device(hostname=address)]  # listens on this address only
     options._threads = 2
     options._timeout = timeout
     return gloo(store, rank, 2, options)
@@ -85,7 +85,7 @@ def _nccl_group(store: Store, rank: int, address: str, timeout: timedelta) -> An
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
-    with _making, _environment(WATCHDOG):
+    with _creating, _environment(NCCL_ENVIRONMENT):
         return nccl(store, rank, 2, options)
 
 

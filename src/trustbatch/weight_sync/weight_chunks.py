@@ -1,6 +1,6 @@
-"""How weights travel to an engine: as the tensors themselves, through shared memory, or CUDA IPC.
+"""Weights in chunks: as tensors in one process, through shared memory, or by CUDA IPC.
 
-A sender turns named tensors into chunks of parcels, and `open_parcels` turns a chunk back into
+A sender turns named tensors into chunks of handles, and `open_chunk` turns a chunk back into
 tensors, in the same process or in another one on the same machine.
 """
 
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from trustbatch.errors import EngineError
+from trustbatch.utils.chunks import chunks_by_size
 
 CHUNK_BYTES = 2**30
-"""most that is converted to the engine's precision at a time, beside the trainer's own copy"""
+"""converted to the engine's precision at a time, beside the trainer's own copy"""
 ALIGNMENT = 64
 DEVICE_ARGUMENT = 6
 """position of the device's index among the arguments of `rebuild_cuda_tensor`"""
@@ -27,7 +28,7 @@ DEVICE_ARGUMENT = 6
 
 @dataclass(frozen=True, slots=True)
 class SharedSlice:
-    """A tensor's place in a file that both processes map."""
+    """A tensor in a file that both processes map."""
 
     path: str
     offset: int
@@ -35,10 +36,10 @@ class SharedSlice:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def within(self, whole: Tensor) -> Tensor:
+    def view_in(self, file: Tensor) -> Tensor:
         """Return this part of the mapped file."""
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
-        return whole[self.offset : self.offset + num_bytes].view(self.dtype).view(self.shape)
+        return file[self.offset : self.offset + num_bytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,65 +53,65 @@ class CudaHandle:
 
 @dataclass(frozen=True, slots=True)
 class TensorHandle:
-    """One named tensor under way."""
+    """One named tensor of a chunk."""
 
     name: str
     content: Tensor | SharedSlice | CudaHandle
 
 
 Chunk = list[TensorHandle] | bytes
-"""some parcels; those that leave the process are pickled here, whatever carries them"""
+"""handles; pickled if they leave the process, whatever sends them"""
 
 
-class ParcelSender(Protocol):
+class ChunkSender(Protocol):
     """Packs weights in the engine's precision."""
 
     def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Chunk]:
-        """Yield parcels; a chunk may be forgotten once the engine has taken it."""
+        """Yield chunks; each is valid until the next one is requested."""
         ...
 
     def close(self) -> None:
-        """Give back what the sender holds."""
+        """Free what the sender holds."""
         ...
 
 
-class DirectSender:
-    """Hands over tensors within one process."""
+class InProcessSender:
+    """Passes tensors within one process."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Chunk]:
-        """Yield converted tensors; those that already have the right type are not copied."""
-        for chunk in _converted(weights, self.dtype):
+        """Yield converted tensors; those that already have the right dtype are not copied."""
+        for chunk in _converted_chunks(weights, self.dtype):
             yield [TensorHandle(name, tensor) for name, tensor in chunk]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class IpcSender:
-    """Shows tensors in GPU memory to another process: only handles travel."""
+    """Shares tensors in GPU memory with another process: only handles are sent."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Chunk]:
-        """Yield handles; the memory behind them stays until the next chunk is asked for."""
-        for chunk in _converted(weights, self.dtype):
+        """Yield handles; their memory stays valid until the next chunk is requested."""
+        for chunk in _converted_chunks(weights, self.dtype):
             # the reader does not see this process's stream: finish writing first
             torch.cuda.synchronize()
             yield pickle.dumps([TensorHandle(name, _handle(tensor)) for name, tensor in chunk])
             torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class SharedMemorySender:
-    """Writes all weights into a nameless file that the other process maps.
+    """Writes all weights into an unnamed file that the other process maps.
 
-    The file has no name from the start, so that nothing is left behind however this process ends.
+    The file never has a name, so that nothing is left behind however this process ends.
     """
 
     def __init__(self, dtype: torch.dtype, folder: str) -> None:
@@ -119,29 +120,29 @@ class SharedMemorySender:
         self._file: int | None = None
 
     def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Chunk]:
-        """Return one chunk with everything; a full disk is found before the engine hears of it."""
+        """Return one chunk with all weights; a full disk raises before the update begins."""
         tensors = list(weights)
         offsets = [0]
         for _, tensor in tensors:
             num_bytes = tensor.numel() * self.dtype.itemsize
             offsets.append(offsets[-1] + -(-num_bytes // ALIGNMENT) * ALIGNMENT)
         path = self._reserve(offsets[-1])
-        whole = _map_file(path, offsets[-1])
-        parcels = []
+        file = _map_file(path, offsets[-1])
+        handles = []
         for (name, tensor), offset in zip(tensors, offsets[:-1], strict=True):
-            place = SharedSlice(path, offset, offsets[-1], self.dtype, tuple(tensor.shape))
-            place.within(whole).copy_(tensor)
-            parcels.append(TensorHandle(name, place))
-        return iter([pickle.dumps(parcels)])
+            part = SharedSlice(path, offset, offsets[-1], self.dtype, tuple(tensor.shape))
+            part.view_in(file).copy_(tensor)
+            handles.append(TensorHandle(name, part))
+        return iter([pickle.dumps(handles)])
 
     def close(self) -> None:
-        """Give the memory back once nobody maps it."""
+        """Free the memory once no process maps it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _reserve(self, num_bytes: int) -> str:
-        """Make sure that the file has room, since writing to a full disk's mapping is a crash."""
+        """Allocate the file, since writing to the mapping of a full disk crashes the process."""
         try:
             if self._file is None:
                 self._file = os.open(self.folder, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -149,39 +150,39 @@ class SharedMemorySender:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise EngineError(
-                    f"New weights can't be put into {self.folder} ({error.strerror}): name another "
-                    "folder as rollout.vllm.transfer_folder."
+                    f"New weights can't be written to {self.folder} ({error.strerror}): set "
+                    "rollout.vllm.transfer_folder to another folder."
                 ) from error
             raise EngineError(
                 f"The {num_bytes / 2**20:.0f} MiB of new weights do not fit into {self.folder} "
-                f"({error.strerror}): make room there (for /dev/shm in a container: --shm-size), "
-                "or name another folder as rollout.vllm.transfer_folder."
+                f"({error.strerror}): free space there (for /dev/shm in a container: --shm-size), "
+                "or set rollout.vllm.transfer_folder to another folder."
             ) from error
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
 
-def open_parcels(chunk: Chunk) -> list[tuple[str, Tensor]]:
-    """Return the named tensors; what lies in shared memory is not copied."""
-    parcels: list[TensorHandle] = pickle.loads(chunk) if isinstance(chunk, bytes) else chunk
+def open_chunk(chunk: Chunk) -> list[tuple[str, Tensor]]:
+    """Return the named tensors; those in shared memory are not copied."""
+    handles: list[TensorHandle] = pickle.loads(chunk) if isinstance(chunk, bytes) else chunk
     files: dict[str, Tensor] = {}
 
     def opened(content: Tensor | SharedSlice | CudaHandle) -> Tensor:
         if isinstance(content, SharedSlice):
             if content.path not in files:
                 files[content.path] = _map_file(content.path, content.file_bytes)
-            return content.within(files[content.path])
+            return content.view_in(files[content.path])
         if isinstance(content, CudaHandle):
             arguments = list(content.arguments)
             arguments[DEVICE_ARGUMENT] = _device_of(content.gpu_uuid)
-            # the sender reuses this memory, but a layer is loaded once all its parts are here
+            # the sender reuses this memory, but a layer is loaded once all its parts have arrived
             return rebuild_cuda_tensor(*arguments).clone()
         return content
 
-    return [(parcel.name, opened(parcel.content)) for parcel in parcels]
+    return [(handle.name, opened(handle.content)) for handle in handles]
 
 
 def _map_file(path: str, num_bytes: int) -> Tensor:
-    """Return the whole file as bytes."""
+    """Return the file's content as bytes."""
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
@@ -200,18 +201,9 @@ def _device_of(gpu_uuid: str) -> int:
     )
 
 
-def _converted(
+def _converted_chunks(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield groups of at most CHUNK_BYTES, or one larger tensor, in the given type."""
-    chunk: list[tuple[str, Tensor]] = []
-    num_bytes = 0
-    for name, tensor in weights:
-        size = tensor.numel() * dtype.itemsize
-        if chunk and num_bytes + size > CHUNK_BYTES:
-            yield chunk
-            chunk, num_bytes = [], 0
-        chunk.append((name, tensor.to(dtype).contiguous()))
-        num_bytes += size
-    if chunk:
-        yield chunk
+    """Yield chunks of at most CHUNK_BYTES, or one larger tensor, in the given dtype."""
+    converted = ((name, tensor.to(dtype).contiguous()) for name, tensor in weights)
+    return chunks_by_size(converted, size_of=lambda pair: pair[1].nbytes, max_size=CHUNK_BYTES)

@@ -1,1 +1,1 @@
-"""Parts of the native engine, in the order of the data's way: linear, cache, decoder, batch."""
+"""The native engine; its layers from the bottom: linear, cache, decoder, batch, engine."""

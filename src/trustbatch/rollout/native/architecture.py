@@ -1,7 +1,7 @@
-"""The Llama family, read off a Hugging Face model: Llama, Mistral, Qwen2, Qwen3 and the like.
+"""Hugging Face models of the Llama family: Llama, Mistral, Qwen2, Qwen3 and the like.
 
-These differ in sizes, biases and norms on queries and keys only. Linear layers may have adapters.
-Other models, and otherwise changed ones (quantized layers), are decoded by their own forward pass.
+They only differ in sizes, biases and norms of queries and keys. Linear layers may have adapters.
+Other models, and models with quantized layers, are decoded by their own forward pass.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from trustbatch.rollout.native.cache import Heads
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
-"""rotary embeddings that do not change with the length of what is generated"""
+"""rotary embeddings that do not depend on the sequence length"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Architecture:
 
 
 def read_architecture(model: Any) -> Architecture | None:
-    """Return what the fast decoder must know of a model, or None where it can't decode it."""
+    """Return the architecture for the fast decoder, or None if it can't decode the model."""
     config = model.config
     if config.model_type not in FAMILY or not hasattr(model, "model"):
         return None
@@ -53,7 +53,7 @@ def read_architecture(model: Any) -> Architecture | None:
         and rotary.get("rope_type", "default") in FIXED_ROTARY
         and rotary.get("partial_rotary_factor", 1.0) == 1.0
         and all(is_linear(layer) for layer in _linear_layers(model))
-        # a kernel's tile has a power of two of columns
+        # kernel tiles have a power of two of columns
         and head_dim & (head_dim - 1) == 0
         and head_dim >= 16
     )

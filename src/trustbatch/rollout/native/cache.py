@@ -1,4 +1,4 @@
-"""What a decoder needs of a cache of keys and values."""
+"""The interface of a KV cache."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -38,7 +38,7 @@ class Cache(Protocol):
 
     @property
     def address(self) -> int:
-        """Changes whenever a tensor that a recorded graph reads has moved."""
+        """Changes whenever a tensor that a CUDA graph reads has moved."""
         ...
 
     @property
@@ -47,15 +47,15 @@ class Cache(Protocol):
         ...
 
     def clear(self) -> None:
-        """Drop all rows and give their memory back."""
+        """Drop all rows and free their memory."""
         ...
 
     def add_prompts(self, lengths: list[int], copies: list[int]) -> None:
-        """Make room for prompts, padded on the right, and for so many rows that continue each."""
+        """Reserve memory for prompts, padded on the right, and for copies[p] rows of prompt p."""
         ...
 
     def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
+        """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
         ...
 
     def finish_prompts(self) -> None:
@@ -63,7 +63,7 @@ class Cache(Protocol):
         ...
 
     def reserve(self, num_steps: int) -> None:
-        """Make room for so many more tokens in every row."""
+        """Reserve memory for `num_steps` more tokens in every row."""
         ...
 
     def attend(
@@ -74,14 +74,14 @@ class Cache(Protocol):
         rotary: tuple[Tensor, Tensor],
         position: Tensor,
     ) -> Tensor:
-        """Store one key and value a row, from [n, (H + 2 KV) D]; return attention [n, H D].
+        """Store one key and value per row, from [n, (H + 2 KV) D]; return attention [n, H D].
 
         rotary: cosines and sines [positions, D]; position [n]: that of each row's token.
         """
         ...
 
     def advance(self, num_steps: int) -> None:
-        """Take note that every row has so many tokens more."""
+        """Advance all rows by `num_steps` tokens."""
         ...
 
     def keep(self, index: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""One token further: the forward pass of the native engine over the trainer's own parameters."""
+"""The decoder of the native engine: its forward pass over the trainer's own parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ ROTARY_STEP = 1024
 
 
 class Decoder(Protocol):
-    """What a running batch needs: prompts in, then one token a row at a time."""
+    """What a running batch needs: prefill of prompts, then steps of one token per row."""
 
     joins_running: bool
     """whether prompts can be added while rows are running"""
-    records_graphs: bool
-    """whether a step can be recorded once and replayed"""
+    uses_cuda_graphs: bool
+    """whether a step is captured once and replayed"""
 
     @property
     def address(self) -> tuple[int, int]:
-        """Changes whenever a tensor that a recorded graph reads has moved."""
+        """Changes whenever a tensor that a CUDA graph reads has moved."""
         ...
 
     def refresh(self) -> None:
-        """Take over the present values of the trainer's parameters."""
+        """Read the current values of the trainer's parameters."""
         ...
 
-    def forget(self) -> None:
-        """Drop the cache and give its memory back."""
+    def clear(self) -> None:
+        """Drop the cache and free its memory."""
         ...
 
     def prefill(self, prompts: Sequence[Sequence[int]], copies: list[int]) -> Tensor:
@@ -46,15 +46,15 @@ class Decoder(Protocol):
         ...
 
     def reserve(self, num_steps: int) -> None:
-        """Make room for so many more tokens in every row."""
+        """Reserve memory for `num_steps` more tokens in every row."""
         ...
 
     def step(self, token_ids: Tensor, position: Tensor) -> Tensor:
-        """Feed one token a row, at its position; return the logits [n, V] that follow."""
+        """Feed one token per row, at its position; return the next logits [n, V]."""
         ...
 
     def advance(self, num_steps: int) -> None:
-        """Take note that so many steps were made."""
+        """Advance all rows by `num_steps` tokens."""
         ...
 
     def keep(self, index: list[int]) -> None:
@@ -74,7 +74,7 @@ class _Layer:
 
 
 class LlamaDecoder:
-    """Decodes models of the Llama family, with whichever cache suits the device."""
+    """Decodes models of the Llama family, with the cache that suits the device."""
 
     joins_running = True
 
@@ -84,7 +84,7 @@ class LlamaDecoder:
         self.max_rows = max_rows
         self.embedding: Tensor = model.model.embed_tokens.weight
         self.device = self.embedding.device
-        self.records_graphs = self.device.type == "cuda"
+        self.uses_cuda_graphs = self.device.type == "cuda"
         base = precision
         if precision == "fp8":
             base = "bfloat16" if self.device.type == "cuda" else "float32"
@@ -103,18 +103,18 @@ class LlamaDecoder:
 
     @property
     def address(self) -> tuple[int, int]:
-        """Changes whenever a tensor that a recorded graph reads has moved."""
+        """Changes whenever a tensor that a CUDA graph reads has moved."""
         return self._moves, self.cache.address
 
     def refresh(self) -> None:
-        """Take over the present values of the trainer's parameters."""
+        """Read the current values of the trainer's parameters."""
         for layer in self.layers:
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 linear.refresh()
         self.head.refresh()
 
-    def forget(self) -> None:
-        """Drop the cache and give its memory back."""
+    def clear(self) -> None:
+        """Drop the cache and free its memory."""
         self.cache.clear()
 
     @torch.no_grad()
@@ -139,7 +139,7 @@ class LlamaDecoder:
                 )
             )
             self.cache.store_prompts(number, key, value)
-            # padding is on the right, where no token looks
+            # padding is on the right, where the causal mask hides it
             out = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=True
             )
@@ -150,12 +150,12 @@ class LlamaDecoder:
         return self._logits(residual[packed.last_rows], delta[packed.last_rows])
 
     def reserve(self, num_steps: int) -> None:
-        """Make room for so many more tokens in every row."""
+        """Reserve memory for `num_steps` more tokens in every row."""
         self.cache.reserve(num_steps)
         self._extend_rotary(self.cache.longest + num_steps)
 
     def advance(self, num_steps: int) -> None:
-        """Take note that so many steps were made."""
+        """Advance all rows by `num_steps` tokens."""
         self.cache.advance(num_steps)
 
     def keep(self, index: list[int]) -> None:
@@ -164,7 +164,7 @@ class LlamaDecoder:
 
     @torch.no_grad()
     def step(self, token_ids: Tensor, position: Tensor) -> Tensor:
-        """Feed one token a row, at its position; return the logits [n, V] that follow."""
+        """Feed one token per row, at its position; return the next logits [n, V]."""
 
         def attend(number: int, qkv: Tensor, norms: HeadNorms | None) -> Tensor:
             return self.cache.attend(number, qkv, norms, self.rotary, position)

@@ -1,4 +1,4 @@
-"""Keys and values on a CPU: blocks of prompts with the rows that continue them."""
+"""The KV cache on a CPU: blocks of prompts with the rows that continue them."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ class DenseCache:
     """The cache of all running rows; each addition of prompts is a block of its own."""
 
     address = 0
-    """no graph is recorded on a CPU"""
+    """there are no CUDA graphs on a CPU"""
 
     def __init__(self, heads: Heads, num_layers: int, dtype: torch.dtype) -> None:
         self.heads = heads
@@ -21,21 +21,21 @@ class DenseCache:
         self.blocks: list[PromptBlock] = []
 
     def clear(self) -> None:
-        """Drop all rows and give their memory back."""
+        """Drop all rows and free their memory."""
         self.blocks = []
 
     def add_prompts(self, lengths: list[int], copies: list[int]) -> None:
-        """Make room for prompts, padded on the right, and for so many rows that continue each."""
+        """Reserve memory for prompts, padded on the right, and for copies[p] rows of prompt p."""
         block = PromptBlock(lengths, copies, self.heads, self.num_layers, self.dtype)
         self.blocks.append(block)
 
     def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
+        """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
         del layer  # they come in order
         self.blocks[-1].store_prompts(keys, values)
 
     def finish_prompts(self) -> None:
-        """Rows were there from the start."""
+        """Do nothing: the rows exist already."""
 
     def keep(self, index: list[int]) -> None:
         """Keep these rows, in this (ascending) order."""
@@ -56,12 +56,12 @@ class DenseCache:
         return max((block.longest for block in self.blocks), default=0)
 
     def reserve(self, num_steps: int) -> None:
-        """Make room for so many more tokens in every row."""
+        """Reserve memory for `num_steps` more tokens in every row."""
         for block in self.blocks:
             block.reserve(num_steps)
 
     def advance(self, num_steps: int) -> None:
-        """Take note that every row has so many tokens more."""
+        """Advance all rows by `num_steps` tokens."""
         for block in self.blocks:
             block.num_sampled += num_steps
 
@@ -73,7 +73,7 @@ class DenseCache:
         rotary: tuple[Tensor, Tensor],
         position: Tensor,
     ) -> Tensor:
-        """Store one key and value a row, from [n, (H + 2 KV) D]; return attention [n, H D]."""
+        """Store one key and value per row, from [n, (H + 2 KV) D]; return attention [n, H D]."""
         if layer == 0:
             self._place_rotary(rotary, position)
         rows = rotate(split_heads(qkv, self.heads, norms), *self.step_rotary, self.dtype)
@@ -86,7 +86,7 @@ class DenseCache:
     def _place_rotary(self, rotary: tuple[Tensor, Tensor], position: Tensor) -> None:
         """Look up the rotary embeddings [n, H + 2 KV, D] of a step, once for all layers.
 
-        Query heads are scaled with them, so that scores need no scaling; values are not turned.
+        They include the scale of the queries, so that scores need none; values are not rotated.
         """
         num_query, num_kv = self.heads.num_query, self.heads.num_kv
         cosines, sines = (

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.models.policy import Policy
-from trustbatch.rollout.in_flight import Offers
+from trustbatch.rollout.engine import NewerWeights
 from trustbatch.rollout.native.architecture import read_architecture
 from trustbatch.rollout.native.batch import Row, RunningBatch
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.decoder import Decoder, LlamaDecoder
+from trustbatch.rollout.native.info import INFO
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
 from trustbatch.rollout.sampling import SampledTokens, refuse_divergence, sample_key
 from trustbatch.types import (
@@ -23,15 +24,20 @@ from trustbatch.types import (
     Provenance,
     SamplingParams,
 )
+from trustbatch.utils.chunks import chunks_of
 
 REFILL_BELOW = 0.75
-"""rows leave and others enter once less than this share of the batch is still running"""
+"""finished rows are replaced once less than this fraction of the batch is still running"""
 PREFILL_TOKENS = 16384
-"""prompt tokens, padding included, in one forward pass"""
+"""prompt tokens in one forward pass, including padding"""
+
+
+_Segment = tuple[int, dict[int, SampledTokens]]
+"""a version, and the tokens that it sampled by slot"""
 
 
 class NativeEngine:
-    """Samples from the very parameters that are trained, in the policy's precision or in FP8."""
+    """Samples from the trainer's own parameters, in the policy's precision or in FP8."""
 
     def __init__(
         self,
@@ -46,8 +52,8 @@ class NativeEngine:
         self.seed = seed
         self.max_sequences = max_sequences
         self.precision = policy.precision if precision == "auto" else precision
-        self.offers: Offers | None = None
-        """newer weights to take over while completions are sampled"""
+        self.newer_weights: NewerWeights | None = None
+        """weights to apply in the middle of `generate` (in-flight updates)"""
         self._version = version
         self._batch = RunningBatch(
             self._build_decoder(), max_rows=max_sequences, device=policy.device
@@ -59,8 +65,8 @@ class NativeEngine:
         return self._version
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over parameters; those that already are the trainer's own need no copy."""
-        if self.policy.adapters is None:  # else the trainer's own are merged at each generation
+        """Load parameters; those that are the trainer's own already are not copied."""
+        if self.policy.adapters is None:  # else they are merged in each `generate`
             own = dict(self.policy.named_weights())
             for name, tensor in weights:
                 if own[name].data_ptr() != tensor.data_ptr():
@@ -68,21 +74,21 @@ class NativeEngine:
         self._version = version
 
     def sleep(self) -> None:
-        """Give back the cache of keys and values, and the recorded graphs."""
-        self._batch.forget()
+        """Free the KV cache and the CUDA graphs."""
+        self._batch.clear()
 
     def wake(self) -> None:
-        """Nothing to do: the cache grows by need."""
+        """Do nothing: the cache grows as needed."""
 
     def close(self) -> None:
-        """Give the cache back; images of the weights end with the engine."""
+        """Free the cache; converted weights are freed with the engine."""
         self.sleep()
 
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Sample all samples, as many sequences at a time as `max_sequences` allows.
+        """Return all completions; at most `max_sequences` are decoded at a time.
 
-        Where `offers` has newer weights meanwhile, they sample what is left: see `_sample_all`.
+        Newer weights that become available meanwhile sample the rest: see `_sample_all`.
         """
         groups: dict[SamplingParams, list[list[Row]]] = {}
         num_slots = 0
@@ -93,136 +99,130 @@ class NativeEngine:
                 for offset, sample in enumerate(request.samples)
             ]
             num_slots += len(rows)
-            of_sampling = groups.setdefault(request.sampling.of_any_length, [])
-            for start in range(0, len(rows), self.max_sequences):
-                of_sampling.append(rows[start : start + self.max_sequences])
+            same_sampling = groups.setdefault(request.sampling.of_any_length, [])
+            same_sampling += chunks_of(rows, self.max_sequences)
         self._batch.decoder.refresh()
         completions: dict[int, Completion] = {}
         for sampling, waiting in groups.items():
             try:
-                spells = self._sample_all(deque(waiting), sampling)
+                segments = self._sample_all(deque(waiting), sampling)
             except BaseException:
-                self._batch.forget()  # rows of a broken call must not run on in the next
+                self._batch.clear()  # rows of a failed call must not continue in the next
                 raise
             rows = [row for group in waiting for row in group]
-            completions |= self._completions(rows, sampling, spells)
+            completions |= self._completions(rows, sampling, segments)
         return [completions[slot] for slot in range(num_slots)]
 
-    def _sample_all(
-        self, waiting: deque[list[Row]], sampling: SamplingParams
-    ) -> list[tuple[int, dict[int, SampledTokens]]]:
-        """Return what each version sampled, by slot: one version, unless newer ones are offered.
+    def _sample_all(self, waiting: deque[list[Row]], sampling: SamplingParams) -> list[_Segment]:
+        """Return each version with the tokens that it sampled, by slot.
 
-        A newer one goes on with the rows that have not ended. It computes the keys and values of
-        all their tokens itself, so that a token's log-prob is the one which its version gives it
-        after all that stands before it.
+        There is one version, unless newer weights become available: these continue the unfinished
+        rows. They recompute the keys and values of all earlier tokens, so that a token's log-prob
+        is exactly what its version assigns to it after its whole prefix.
         """
-        spells: list[tuple[int, dict[int, SampledTokens]]] = []
+        segments: list[_Segment] = []
         while waiting:
             version = self._version
-            sampled = self._sample(waiting, sampling)
-            spells.append((version, sampled))
+            segments.append((version, self._sample(waiting, sampling)))
             if waiting:
-                self._take_over()
-        return spells
+                self._apply_newer_weights()
+        return segments
 
-    def _take_over(self) -> None:
-        """Load the weights that are offered; no row is running."""
-        offers, self.offers = self.offers, None
-        assert offers is not None
+    def _apply_newer_weights(self) -> None:
+        """Load the newest weights; no row is running."""
+        newer_weights, self.newer_weights = self.newer_weights, None
+        assert newer_weights is not None
         try:
-            offers.apply()  # may sample to check them, and from no others meanwhile
+            newer_weights.apply()  # may generate to check them, without further updates
         finally:
-            self.offers = offers
+            self.newer_weights = newer_weights
         self._batch.decoder.refresh()
 
     def _sample(
         self, waiting: deque[list[Row]], sampling: SamplingParams
     ) -> dict[int, SampledTokens]:
-        """Keep the batch full until every row has a stop token or its tokens; results by slot.
+        """Decode until every row has a stop token or max_tokens; return the tokens by slot.
 
-        Where newer weights are offered it ends early, and rows that have not are `waiting` again.
+        If newer weights become available it returns early, with unfinished rows in `waiting`.
         """
         batch = self._batch
-        ledger = _Ledger(sampling)
+        outputs = _Outputs(sampling)
         is_full = False
         while waiting or batch.rows:
             may_join = batch.decoder.joins_running and not is_full
             if waiting and (may_join or not batch.rows):
-                is_full = self._admit(waiting, sampling, ledger)
-            num_left = ledger.num_left(batch.rows)
+                is_full = self._admit(waiting, sampling, outputs)
+            num_left = outputs.num_left(batch.rows)
             if num_left:
                 try:
-                    ledger.add(batch.rows, batch.advance(num_left, sampling))
+                    outputs.add(batch.rows, batch.advance(num_left, sampling))
                 except CacheFullError as error:
-                    self._send_back(waiting, ledger, error)
+                    self._evict(waiting, outputs, error)
                     is_full = True
-            running = [n for n, row in enumerate(batch.rows) if not ledger.has_ended(row)]
+            running = [n for n, row in enumerate(batch.rows) if not outputs.is_finished(row)]
             if len(running) < REFILL_BELOW * len(batch.rows) or not running:
                 batch.keep(running)
                 is_full = False
-            if self.offers is not None and self.offers.has_newer(self._version):
-                self._interrupt(waiting, ledger)
+            if self.newer_weights is not None and self.newer_weights.has_newer(self._version):
+                self._interrupt(waiting, outputs)
                 break
-        return ledger.by_slot()
+        return outputs.by_slot()
 
-    def _interrupt(self, waiting: deque[list[Row]], ledger: "_Ledger") -> None:
-        """Put running rows before those that wait, each with what it has sampled so far."""
-        running = [row for row in self._batch.rows if not ledger.has_ended(row)]
-        sampled = ledger.by_slot()
+    def _interrupt(self, waiting: deque[list[Row]], outputs: "_Outputs") -> None:
+        """Put running rows in front of `waiting`, each with the tokens it has sampled so far."""
+        running = [row for row in self._batch.rows if not outputs.is_finished(row)]
+        tokens = outputs.by_slot()
         waiting.extendleft(
-            [replace(row, sampled=row.sampled + tuple(sampled[row.slot].token_ids.tolist()))]
+            [replace(row, prefix=row.prefix + tuple(tokens[row.slot].token_ids.tolist()))]
             for row in reversed(running)
         )
         self._batch.keep([])
 
     def _admit(
-        self, waiting: deque[list[Row]], sampling: SamplingParams, ledger: "_Ledger"
+        self, waiting: deque[list[Row]], sampling: SamplingParams, outputs: "_Outputs"
     ) -> bool:
-        """Let groups in while there are seats, a few prompts at a time; True if memory is full."""
-        most = len(waiting)
+        """Add groups while there is room, a few prompts at a time; True if memory is full."""
+        max_groups = len(waiting)
         while waiting and len(waiting[0]) <= self.max_sequences - len(self._batch.rows):
-            groups = self._next_groups(waiting, most)
+            groups = self._next_groups(waiting, max_groups)
             keys = [self._key(row) for group in groups for row in group]
             try:
-                sampled = self._batch.add(groups, keys, sampling)
+                tokens = self._batch.add(groups, keys, sampling)
             except CacheFullError as error:
                 if not self._batch.rows and len(groups) == len(groups[0]) == 1:
                     raise _no_memory() from error
-                waiting.extendleft(reversed(_parted(groups)))
+                waiting.extendleft(reversed(_halved(groups)))
                 if self._batch.rows:
-                    return True  # those that run will make room
-                most = max(len(groups) // 2, 1)
+                    return True  # running rows will free memory
+                max_groups = max(len(groups) // 2, 1)
                 continue
-            ledger.add([row for group in groups for row in group], sampled)
+            outputs.add([row for group in groups for row in group], tokens)
             if not self._batch.decoder.joins_running:
                 break
         return False
 
-    def _next_groups(self, waiting: deque[list[Row]], most: int) -> list[list[Row]]:
-        """Take groups that have seats, at least one, whose prompts make one forward pass."""
+    def _next_groups(self, waiting: deque[list[Row]], max_groups: int) -> list[list[Row]]:
+        """Take at least one group, and more as far as they fit the batch and one forward pass."""
         groups = [waiting.popleft()]
-        seats = self.max_sequences - len(self._batch.rows) - len(groups[0])
+        num_free = self.max_sequences - len(self._batch.rows) - len(groups[0])
         longest = len(groups[0][0].context)
-        while waiting and len(waiting[0]) <= seats and len(groups) < most:
+        while waiting and len(waiting[0]) <= num_free and len(groups) < max_groups:
             longest = max(longest, len(waiting[0][0].context))
             if longest * (len(groups) + 1) > PREFILL_TOKENS:
                 break
             groups.append(waiting.popleft())
-            seats -= len(groups[-1])
+            num_free -= len(groups[-1])
         return groups
 
-    def _send_back(
-        self, waiting: deque[list[Row]], ledger: "_Ledger", error: CacheFullError
-    ) -> None:
-        """Free memory: the later half of the rows will be sampled again, to the same tokens."""
+    def _evict(self, waiting: deque[list[Row]], outputs: "_Outputs", error: CacheFullError) -> None:
+        """Free memory: the later half of the rows is sampled again later, with the same tokens."""
         rows = self._batch.rows
         if len(rows) <= 1:
             raise _no_memory() from error
         kept = list(range(len(rows) // 2))
         for row in rows[len(kept) :]:
-            if not ledger.has_ended(row):
-                ledger.forget(row)
+            if not outputs.is_finished(row):
+                outputs.drop(row)
                 waiting.append([row])
         self._batch.keep(kept)
 
@@ -265,14 +265,14 @@ class NativeEngine:
         self,
         rows: Sequence[Row],
         sampling: SamplingParams,
-        spells: Sequence[tuple[int, dict[int, SampledTokens]]],
+        segments: Sequence[_Segment],
     ) -> dict[int, Completion]:
         parts = [
-            [(version, sampled[row.slot]) for version, sampled in spells if row.slot in sampled]
+            [(version, tokens[row.slot]) for version, tokens in segments if row.slot in tokens]
             for row in rows
         ]
-        results = [SampledTokens.joined([sampled for _, sampled in of_row]) for of_row in parts]
-        provenances = {version: self._provenance(version, sampling) for version, _ in spells}
+        results = [SampledTokens.concatenate([tokens for _, tokens in of_row]) for of_row in parts]
+        provenances = {version: self._provenance(version, sampling) for version, _ in segments}
         texts = self.policy.decode([result.token_ids.tolist() for result in results])
         stops = set(sampling.stop_token_ids)
         return {
@@ -299,7 +299,7 @@ class NativeEngine:
         return Provenance(
             policy=self.policy.name,
             version=version,
-            engine="native",
+            engine=INFO.name,
             precision=self.precision,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -309,17 +309,15 @@ class NativeEngine:
 
 
 def _versions(parts: Sequence[tuple[int, SampledTokens]]) -> Tensor | None:
-    """Return the version of each token [n], where there are several."""
+    """Return the version of each token [n] if there are several, else None."""
     if len(parts) == 1:
         return None
     versions = torch.tensor([version for version, _ in parts], dtype=torch.int32)
-    return versions.repeat_interleave(
-        torch.tensor([len(sampled.token_ids) for _, sampled in parts])
-    )
+    return versions.repeat_interleave(torch.tensor([len(tokens.token_ids) for _, tokens in parts]))
 
 
-def _parted(groups: list[list[Row]]) -> list[list[Row]]:
-    """Return the groups; a single one in two parts, which may fit one after the other."""
+def _halved(groups: list[list[Row]]) -> list[list[Row]]:
+    """Return the groups; a single one is halved, so that its parts may fit one by one."""
     if len(groups) > 1 or len(groups[0]) == 1:
         return groups
     middle = len(groups[0]) // 2
@@ -333,63 +331,63 @@ def _no_memory() -> EngineError:
     )
 
 
-class _Ledger:
-    """What each slot has sampled so far, and which have ended."""
+class _Outputs:
+    """The tokens that each slot has sampled so far, and which slots are finished."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
         self.num_sampled: dict[int, int] = {}
-        self.ended: set[int] = set()
+        self.finished: set[int] = set()
         self.slots: list[Tensor] = []
         self.parts: list[SampledTokens] = []
 
     def num_left(self, rows: Sequence[Row]) -> int:
-        """Return the most tokens that any of the running rows may still sample."""
-        running = (row for row in rows if row.slot not in self.ended)
+        """Return the largest number of tokens that a running row may still sample."""
+        running = (row for row in rows if row.slot not in self.finished)
         return max((row.max_tokens - self.num_sampled[row.slot] for row in running), default=0)
 
-    def has_ended(self, row: Row) -> bool:
-        """Whether the row has a stop token or all its tokens."""
-        return row.slot in self.ended
+    def is_finished(self, row: Row) -> bool:
+        """Whether the row has a stop token or max_tokens."""
+        return row.slot in self.finished
 
-    def forget(self, row: Row) -> None:
-        """Throw away what the row has sampled."""
+    def drop(self, row: Row) -> None:
+        """Discard the tokens of a row."""
         for number, slots in enumerate(self.slots):
             kept = slots != row.slot
             self.slots[number] = slots[kept]
             self.parts[number] = self.parts[number].map(lambda part, kept=kept: part[kept])
         del self.num_sampled[row.slot]
 
-    def add(self, rows: Sequence[Row], sampled: SampledTokens) -> None:
-        """Note tokens [t, n] of n rows: what follows a row's end is no part of it."""
-        num_steps = len(sampled.token_ids)
+    def add(self, rows: Sequence[Row], tokens: SampledTokens) -> None:
+        """Append tokens [t, n] of n rows; those after a row's end are discarded."""
+        num_steps = len(tokens.token_ids)
         before = torch.tensor([self.num_sampled.get(row.slot, 0) for row in rows])
-        was_over = torch.tensor([row.slot in self.ended for row in rows])
+        was_finished = torch.tensor([row.slot in self.finished for row in rows])
         max_tokens = torch.tensor([row.max_tokens for row in rows])
         number = before + torch.arange(num_steps)[:, None]
-        is_end = torch.isin(sampled.token_ids, self.stops) | (number + 1 >= max_tokens)
-        over = (is_end.cumsum(0) - is_end.long()).bool() | was_over
-        counts = (~over).sum(0)
+        is_end = torch.isin(tokens.token_ids, self.stops) | (number + 1 >= max_tokens)
+        is_after_end = (is_end.cumsum(0) - is_end.long()).bool() | was_finished
+        counts = (~is_after_end).sum(0)
         for row, count, ends in zip(rows, counts.tolist(), is_end.any(0).tolist(), strict=True):
             self.num_sampled[row.slot] = self.num_sampled.get(row.slot, 0) + count
             if ends:
-                self.ended.add(row.slot)
+                self.finished.add(row.slot)
         slots = torch.tensor([row.slot for row in rows]).expand(num_steps, -1)
-        self.slots.append(slots[~over])
-        self.parts.append(sampled.map(lambda part: part[~over]))
+        self.slots.append(slots[~is_after_end])
+        self.parts.append(tokens.map(lambda part: part[~is_after_end]))
         refuse_divergence(self.parts[-1].logp)
 
     def by_slot(self) -> dict[int, SampledTokens]:
-        """Return one Sample a slot, whose tensors run over its positions."""
+        """Return the tokens of each slot, as tensors over its positions."""
         slots = torch.cat(self.slots)
         # stable: the positions of a row stay in the order in which they were sampled
         order = slots.argsort(stable=True)
         names, lengths = slots[order].unique_consecutive(return_counts=True)
         columns = {
             name: part[order].split(lengths.tolist())
-            for name, part in SampledTokens.joined(self.parts).tensors().items()
+            for name, part in SampledTokens.concatenate(self.parts).tensors().items()
         }
-        # copies: a view would take the tokens of all other rows along to another process
+        # copies: pickling a view would send the tokens of all other rows too
         return {
             slot: SampledTokens.of(
                 {name: column[number].clone() for name, column in columns.items()}

@@ -1,4 +1,4 @@
-"""Triton kernels of decoding on a GPU: what lies between two matrix products is one kernel each.
+"""Triton kernels of decoding on a GPU: one kernel for all operations between matrix products.
 
 Numbers are rounded where the trainer's forward pass rounds them (a product's output is bfloat16
 under autocast, the residual stream float32), so that both compute the same function.
@@ -134,7 +134,7 @@ def rotate_and_store(
     epsilon: float,
     num_heads: int,
 ) -> Tensor:
-    """Put one new key and value a row into its page; return the rotated queries [n, H, D].
+    """Store one new key and value per row in its page; return the rotated queries [n, H, D].
 
     keys and values are one layer's pages [pages, KV heads, PAGE, D]; `norms` are the weights of
     the norms that some models have on queries and keys.
@@ -248,9 +248,9 @@ def _combine(parts, part_max, part_sum, out, SPLITS: tl.constexpr, D: tl.constex
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, *, table: Tensor, position: Tensor, splits: int
 ) -> Tensor:
-    """Return attention [n, H, D] of one query a row over its pages, up to its own position.
+    """Return attention [n, H, D] of one query per row over its pages, up to its own position.
 
-    A row's pages are shared among `splits` programs, a power of two: with few rows one program a
+    A row's pages are split among `splits` programs, a power of two: with few rows, one program per
     row would leave most of the GPU idle.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -291,7 +291,7 @@ def attend(
 
 
 def splits_for(num_rows: int, num_kv: int, num_processors: int) -> int:
-    """Return how many programs share a row, so that the GPU has about two for each processor."""
+    """Return the number of programs per row, for about two per multiprocessor."""
     splits = 1
     while splits < MAX_SPLITS and num_rows * num_kv * splits < 2 * num_processors:
         splits *= 2
@@ -341,7 +341,7 @@ def _quantize_tokens(rows, quantized, scales, width, LARGEST: tl.constexpr, BLOC
 
 
 def quantize_tokens(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows [n, k] as e4m3 with their scales [n, 1], as `fp8.quantize_rows` does."""
+    """Return rows [n, k] as e4m3 with their scales [n, 1], as `linear.quantize_rows` does."""
     num_rows, width = rows.shape
     quantized = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=rows.device)

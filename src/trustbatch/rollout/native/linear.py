@@ -1,9 +1,11 @@
-"""Matrix products of the native engine: the trainer's own weights, in the precision asked for.
+"""Matrix products of the native engine: the trainer's weights, in the engine's precision.
 
-Layers that read the same input (query, key and value; gate and up) are one product. What is kept
-beside the trainer's parameters is a rounded or re-ordered image of them, made anew by `refresh`
-before each generation, in place: a recorded CUDA graph goes on reading the right memory. Adapters
-are merged into it.
+Layers with the same input (query, key and value; gate and up) are one product. Beside the trainer's
+parameters there may be a rounded or reordered copy of them, with adapters merged. `refresh` updates
+it in place before each generation, so that CUDA graphs keep reading the right memory.
+
+FP8 is e4m3: a row is scaled so that its largest magnitude becomes the largest e4m3 number, and
+scaled back when it is used, weights per output channel and activations per token.
 """
 
 from collections.abc import Sequence
@@ -15,14 +17,16 @@ from torch.nn import functional
 
 from trustbatch.errors import ConfigError
 from trustbatch.models.lora import is_adapted, merged_weight
-from trustbatch.rollout.fp8 import quantize_rows, round_rows
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = torch.finfo(E4M3).max  # 448
 
 
 class Linear(Protocol):
-    """The outputs of one or more nn.Linear layers on the same input, side by side."""
+    """The concatenated outputs of one or more nn.Linear layers on the same input."""
 
     def refresh(self) -> None:
-        """Take over the present values of the trainer's parameters."""
+        """Read the current values of the trainer's parameters."""
         ...
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -31,13 +35,13 @@ class Linear(Protocol):
 
 
 class OwnLinear:
-    """The trainer's parameters themselves, where their type is the engine's."""
+    """The trainer's parameters themselves, if their dtype is the engine's."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = layers
 
     def refresh(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no copy."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Map [n, in] to [n, out]."""
@@ -46,7 +50,7 @@ class OwnLinear:
 
 
 class PackedLinear:
-    """Float32 on a CPU, in oneDNN's blocked order: up to twice as fast at decoding's few rows."""
+    """Float32 on a CPU, in oneDNN's blocked layout: up to twice as fast for few rows."""
 
     ROWS_EXPECTED = 64
 
@@ -63,8 +67,8 @@ class PackedLinear:
         )
 
     def refresh(self) -> None:
-        """Re-order the present weights."""
-        self.packed = torch.empty(0)  # the memory that the last ones took is used again
+        """Reorder the current weights."""
+        self.packed = torch.empty(0)  # frees the old copy first
         weight, self.bias = _joined(self.layers, torch.float32)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, self.ROWS_EXPECTED)
 
@@ -74,7 +78,7 @@ class PackedLinear:
 
 
 class RoundedLinear:
-    """Products in another type than the parameters': what autocast computes, rounded once."""
+    """Products in another dtype than the parameters': as autocast computes, rounded once."""
 
     def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
         self.layers = layers
@@ -82,18 +86,18 @@ class RoundedLinear:
         self.weight, self.bias = _joined(layers, dtype)
 
     def refresh(self) -> None:
-        """Round the present weights."""
+        """Round the current weights."""
         _copy_joined(self.layers, self.weight, self.bias)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Map [n, in] to [n, out] in the given type."""
+        """Map [n, in] to [n, out] in the given dtype."""
         return functional.linear(inputs.to(self.dtype), self.weight, self.bias)
 
 
 class RoundedHead:
-    """The output head: bfloat16 operands as elsewhere, but logits that are not rounded.
+    """The output head: bfloat16 operands as in other layers, but float32 logits.
 
-    A rounded logit of 16 is wrong by up to 0.06, more than all layers before it together.
+    Rounding a logit of 16 changes it by up to 0.06, more than all layers before it together.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -101,7 +105,7 @@ class RoundedHead:
         self.weight = self._rounded()
 
     def refresh(self) -> None:
-        """Round the present weights."""
+        """Round the current weights."""
         self.weight.copy_(self._rounded())
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -115,12 +119,12 @@ class RoundedHead:
 
     def _rounded(self) -> Tensor:
         rounded = self.head.weight.detach().to(torch.bfloat16)
-        # only CUDA multiplies bfloat16 into float32; elsewhere the rounded numbers are float32
+        # only CUDA has products of bfloat16 with float32 output; elsewhere the copy is float32
         return rounded if rounded.is_cuda else rounded.float()
 
 
 class Fp8Linear:
-    """Real FP8 on a GPU: e4m3 weights by output channel, e4m3 activations by token."""
+    """FP8 products on a GPU: e4m3 weights per output channel, e4m3 activations per token."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = layers
@@ -129,7 +133,7 @@ class Fp8Linear:
         self.scale = scale.t().contiguous()
 
     def refresh(self) -> None:
-        """Quantize the bfloat16 values of the present weights."""
+        """Quantize the bfloat16 values of the current weights."""
         weight, bias = _joined(self.layers, torch.bfloat16)
         quantized, scale = quantize_rows(weight)
         self.weight.copy_(quantized)
@@ -154,7 +158,7 @@ class Fp8Linear:
 
 
 class EmulatedFp8Linear:
-    """The rounding of FP8 on a device without it: e4m3 values, multiplied in the given type."""
+    """FP8 rounding on a device without FP8: e4m3 values, multiplied in the given dtype."""
 
     def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
         self.layers = layers
@@ -163,7 +167,7 @@ class EmulatedFp8Linear:
         self.bias: Tensor | None = None
 
     def refresh(self) -> None:
-        """Round the bfloat16 values of the present weights."""
+        """Round the bfloat16 values of the current weights."""
         weight, self.bias = _joined(self.layers, torch.bfloat16)
         self.weight = round_rows(weight.float()).to(self.dtype)
         self.bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -174,7 +178,7 @@ class EmulatedFp8Linear:
 
 
 def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool = False) -> Linear:
-    """Choose how a product is computed; the head stays unquantized, as in other engines."""
+    """Choose how a product is computed; the head is not quantized, as in other engines."""
     parameter = layers[0].weight
     if precision == "fp8" and is_head:
         precision = "bfloat16" if parameter.is_cuda else "float32"
@@ -197,7 +201,7 @@ def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool =
 
 
 def _joined(layers: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return weights and biases of all layers, one below the other."""
+    """Return the concatenated weights and biases of all layers."""
     weights = [merged_weight(layer).to(dtype) for layer in layers]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     if all(layer.bias is None for layer in layers):
@@ -217,3 +221,17 @@ def _copy_joined(layers: Sequence[nn.Linear], weight: Tensor, bias: Tensor | Non
         for layer, part in zip(layers, bias.split(sizes), strict=True):
             if layer.bias is not None:
                 part.copy_(layer.bias.detach())
+
+
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows [..., n] as e4m3, and the float32 scales [..., 1] that undo the scaling."""
+    rows = rows.float()
+    largest = rows.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest / E4M3_MAX, torch.ones_like(largest))
+    return (rows / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+
+
+def round_rows(rows: Tensor) -> Tensor:
+    """Return rows rounded to e4m3, in their own dtype: FP8 on devices without it."""
+    quantized, scale = quantize_rows(rows)
+    return (quantized.float() * scale).to(rows.dtype)

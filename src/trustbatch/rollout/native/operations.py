@@ -1,4 +1,4 @@
-"""What lies between two matrix products, in plain torch: for CPUs, and to check the kernels by."""
+"""Operations between matrix products, in plain torch: for CPUs, and as reference of the kernels."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ def add_rms_norm(
     """Add `delta` to the residual stream [n, h] in place, and return its norm in `dtype`."""
     if delta is not None:
         residual += delta
-    # functional.rms_norm says the same in twice as many operations
+    # functional.rms_norm computes the same in twice as many operations
     length = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
     mean_square = torch.addcmul(_constant(epsilon), length, length, value=1 / residual.shape[-1])
     return (residual * mean_square.rsqrt_()).mul_(weight).to(dtype)
@@ -39,7 +39,7 @@ def split_heads(qkv: Tensor, heads: Heads, norms: HeadNorms | None) -> Tensor:
 
 
 def rotate(part: Tensor, cosines: Tensor, sines: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn heads [n, heads, D] by the angles of their tokens' positions, [n, heads or 1, D]."""
+    """Rotate heads [n, heads, D] by the angles [n, heads or 1, D] of their positions."""
     half = part.shape[-1] // 2
     turned = part * cosines
     turned[..., :half].addcmul_(part[..., half:], sines[..., :half], value=-1)

@@ -1,7 +1,7 @@
-"""The tokens of some prompts as rows of one matrix: no padding, and what they share only once.
+"""Prompts packed into rows of one matrix: no padding, and shared prefixes only once.
 
-Prompts of a task begin with the same words (the chat template, a system prompt, an instruction),
-and a token's key, value and output depend on nothing but the tokens up to it.
+Prompts of a task begin with the same tokens (the chat template, a system prompt, an instruction),
+and a token's key, value and output depend only on the tokens up to it.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from torch import Tensor
 
 
 class PackedPrompts(NamedTuple):
-    """Distinct beginnings of P prompts, each a row, and where they stand in the padded prompts."""
+    """Distinct prefixes of P prompts, one per row, and their positions in the padded prompts."""
 
     token_ids: Tensor
-    """[rows], the last token of each beginning"""
+    """[rows], the last token of each prefix"""
     row_of_token: Tensor
-    """[P, L] of the prompts padded on the right, where padding repeats the first row"""
+    """[P, L], the row of each token; the prompts are padded on the right with row 0"""
     token_of_row: Tensor
-    """[rows], one place in [P L] where the row is found"""
+    """[rows], an index into [P L] of a token with this row"""
     last_rows: Tensor
-    """[P], the whole prompts' rows"""
+    """[P], the rows of the complete prompts"""
 
     @property
     def longest(self) -> int:
@@ -30,12 +30,12 @@ class PackedPrompts(NamedTuple):
 
     @property
     def position_of_row(self) -> Tensor:
-        """[rows], how many tokens come before the last of each beginning."""
+        """[rows], the position of the last token of each prefix."""
         return self.token_of_row % self.longest
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> PackedPrompts:
-    """Give a row to every beginning of a prompt that no earlier prompt has."""
+    """Assign a row to every prefix of a prompt that no earlier prompt has."""
     longest = max(len(prompt) for prompt in prompts)
     row_of: dict[tuple[int, int], int] = {}
     token_ids, token_of_row, last_rows = [], [], []
@@ -44,8 +44,8 @@ def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> Pack
         row = -1
         rows = []
         for position, token_id in enumerate(prompt):
-            beginning = (row, token_id)
-            row = row_of.setdefault(beginning, len(row_of))
+            prefix = (row, token_id)
+            row = row_of.setdefault(prefix, len(row_of))
             if row == len(token_ids):
                 token_ids.append(token_id)
                 token_of_row.append(number * longest + position)

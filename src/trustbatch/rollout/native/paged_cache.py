@@ -1,7 +1,7 @@
-"""Keys and values on a GPU: pages of a pool that grows by need.
+"""The KV cache on a GPU: pages of a pool that grows as needed.
 
-A prompt's full pages are shared by all its samples; the page in which they part is copied. A page
-goes back to the pool when no row holds it any more.
+A prompt's full pages are shared by all its samples; a partly filled page is copied. A page returns
+to the pool when no row holds it any more.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from trustbatch.rollout.native.cache import GROWTH, PAGE, CacheFullError, HeadNo
 SCRATCH = 0
 """the page that padding writes to"""
 SPARE = 1.125
-"""room of a pool beside what was held at most before it was cleared"""
+"""size of a new pool, relative to the most pages held before it was cleared"""
 
 
 class _NewPrompts(NamedTuple):
@@ -28,7 +28,7 @@ class _NewPrompts(NamedTuple):
 
 
 class PagedCache:
-    """Pages [pages, KV heads, PAGE, D] of keys and of values in each layer, and who holds them."""
+    """Pages [pages, KV heads, PAGE, D] of keys and values in each layer, with reference counts."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class PagedCache:
         self.num_processors = _num_processors(device)
         self.max_rows = max_rows
         self.address = 0
-        """changes whenever a tensor that a recorded graph reads has moved"""
+        """changes whenever a tensor that a CUDA graph reads has moved"""
         self._most_held = self._expected = 0
         self.clear()
 
     def clear(self) -> None:
-        """Drop all rows and give their memory back; the next pool starts with what they needed."""
+        """Drop all rows and free their memory; the next pool starts with the size they needed."""
         options = {"dtype": self.dtype, "device": self.device}
         self.keys = [torch.empty(1, *self.shape, **options) for _ in range(self.num_layers)]
         self.values = [torch.empty_like(part) for part in self.keys]
@@ -78,7 +78,7 @@ class PagedCache:
         return len(self._holders)
 
     def add_prompts(self, lengths: list[int], copies: list[int]) -> None:
-        """Take pages for prompts; rows that continue them come with `finish_prompts`."""
+        """Allocate pages for prompts; `finish_prompts` adds the rows that continue them."""
         own_pages = sum(copies)
         self._require(sum(_num_pages(length) for length in lengths) + own_pages)
         pages = [[self._take() for _ in range(_num_pages(length))] for length in lengths]
@@ -88,13 +88,13 @@ class PagedCache:
         self._new_table = self._to_device(padded).long()
 
     def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
+        """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
         for pool, part in ((self.keys[layer], keys), (self.values[layer], values)):
             part = functional.pad(part, (0, 0, 0, -part.shape[2] % PAGE))
             pool[self._new_table] = part.unflatten(2, (-1, PAGE)).transpose(1, 2)
 
     def finish_prompts(self) -> None:
-        """Give each prompt its rows: full pages are shared, a page in use is copied."""
+        """Add the rows of each prompt: full pages are shared, a partly filled one is copied."""
         sources, targets = [], []
         for pages, length, count in zip(*self._new, strict=True):
             is_partial = length % PAGE != 0
@@ -126,7 +126,7 @@ class PagedCache:
         rotary: tuple[Tensor, Tensor],
         position: Tensor,
     ) -> Tensor:
-        """Store one key and value a row, from [n, (H + 2 KV) D]; return attention [n, H D]."""
+        """Store one key and value per row, from [n, (H + 2 KV) D]; return attention [n, H D]."""
         keys, values = self.keys[layer], self.values[layer]
         table = self.table[: len(qkv)]
         query = kernels.rotate_and_store(
@@ -145,7 +145,7 @@ class PagedCache:
         return out.flatten(1)
 
     def reserve(self, num_steps: int) -> None:
-        """Make room for so many more tokens in every row."""
+        """Reserve pages for `num_steps` more tokens in every row."""
         wanted = [_num_pages(length + num_steps) for length in self.lengths]
         self._require(sum(n - len(row) for n, row in zip(wanted, self.rows, strict=True)))
         for row, number in zip(self.rows, wanted, strict=True):
@@ -156,11 +156,11 @@ class PagedCache:
             self._write_table(max(wanted, default=1))
 
     def advance(self, num_steps: int) -> None:
-        """Every row has so many tokens more."""
+        """Advance all rows by `num_steps` tokens."""
         self.lengths = [length + num_steps for length in self.lengths]
 
     def keep(self, index: list[int]) -> None:
-        """Keep these rows, in this order; what only the others held is free again."""
+        """Keep these rows, in this order; pages that only others held are freed."""
         kept = set(index)
         for number, row in enumerate(self.rows):
             if number not in kept:
@@ -179,7 +179,7 @@ class PagedCache:
         return page
 
     def _require(self, num_pages: int) -> None:
-        """Grow the pool until so many pages are free."""
+        """Grow the pool until `num_pages` pages are free."""
         missing = num_pages - len(self._free)
         if missing <= 0:
             return
@@ -205,7 +205,7 @@ class PagedCache:
                     grown[: len(parts[layer])] = parts[layer]
                     parts[layer] = grown
                     if self.device.type == "cuda":
-                        torch.cuda.empty_cache()  # the old place is too small for any later pool
+                        torch.cuda.empty_cache()  # the old memory is too small for any later pool
         return num_pages
 
     def _write_table(self, width: int) -> None:
@@ -216,7 +216,7 @@ class PagedCache:
         padded = [row + [SCRATCH] * (width - len(row)) for row in self.rows]
         if padded:
             self.table[: len(padded), :width].copy_(self._to_device(padded))
-        # rows beyond the running ones only fill up a graph's batch
+        # rows beyond the running ones are padding of a graph's batch
         self.table[len(padded) :, :1] = SCRATCH
         self._table_is_current = True
 
@@ -232,7 +232,7 @@ def _num_pages(length: int) -> int:
 
 
 def _num_processors(device: torch.device) -> int:
-    """Return the number of processors that kernels are spread over."""
+    """Return the number of multiprocessors of a GPU; 1 for a CPU."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,4 +1,4 @@
-"""Any model with attention layers, decoded by its own forward pass."""
+"""The decoder of any other model: its own forward pass."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -12,10 +12,10 @@ from trustbatch.models.tokenization import pad_left, positions_of
 
 
 class PortableDecoder:
-    """Rows share one padded cache, so new prompts wait until all rows have ended."""
+    """Rows share one padded cache, so new prompts wait until all rows are finished."""
 
     joins_running = False
-    records_graphs = False
+    uses_cuda_graphs = False
     address = (0, 0)
 
     def __init__(
@@ -31,13 +31,13 @@ class PortableDecoder:
         self.autocast = autocast
         self.device = next(model.parameters()).device
         self.last_position = context_length - 1
-        self.forget()
+        self.clear()
 
     def refresh(self) -> None:
-        """The model reads its own parameters."""
+        """Do nothing: the model reads its own parameters."""
 
-    def forget(self) -> None:
-        """Drop the cache and give its memory back."""
+    def clear(self) -> None:
+        """Drop the cache and free its memory."""
         self.cache = DynamicCache(config=self.model.config)
         self.mask = torch.empty(0, 0, dtype=torch.long)
         self.has_padding = False
@@ -45,7 +45,7 @@ class PortableDecoder:
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]], copies: list[int]) -> Tensor:
         """Add copies[p] rows that continue prompt p; return the logits [P, V] after each prompt."""
-        self.forget()
+        self.clear()
         ids, mask = (part.to(self.device) for part in pad_left(prompts, self.pad_token_id))
         self.mask, self.has_padding = mask, not bool(mask.all())
         logits = self._forward(ids, positions_of(mask))
@@ -53,18 +53,18 @@ class PortableDecoder:
         return logits
 
     def reserve(self, num_steps: int) -> None:
-        """The cache grows by itself."""
+        """Do nothing: the cache grows by itself."""
 
     @torch.no_grad()
     def step(self, token_ids: Tensor, position: Tensor) -> Tensor:
-        """Feed one token a row, at its position; return the logits [n, V] that follow."""
+        """Feed one token per row, at its position; return the next logits [n, V]."""
         if self.has_padding:
             self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], dim=-1)
-        # rows that have ended run on beside others with more room: what they sample is thrown away
+        # finished rows run on beside unfinished ones: their further tokens are discarded
         return self._forward(token_ids[:, None], position[:, None].clamp(max=self.last_position))
 
     def advance(self, num_steps: int) -> None:
-        """The cache counts by itself."""
+        """Do nothing: the cache counts by itself."""
 
     def keep(self, index: list[int]) -> None:
         """Keep these rows, in this order."""
@@ -76,7 +76,7 @@ class PortableDecoder:
         with self.autocast:
             output = self.model(
                 input_ids=input_ids,
-                # without padding the plain causal mask is enough, and much cheaper to make
+                # without padding the plain causal mask suffices, and is much cheaper
                 attention_mask=self.mask if self.has_padding else None,
                 position_ids=positions,
                 past_key_values=self.cache,

@@ -1,7 +1,7 @@
-"""Keys and values of some prompts, kept once for all their samples, and of the samples' own tokens.
+"""Keys and values of some prompts, stored once for all their samples, and of the samples' tokens.
 
-Attention reads a prompt's keys once for the whole group, as one matrix product, and takes one
-softmax over the scores of both parts.
+Attention reads a prompt's keys once for the whole group, in one matrix product, and computes one
+softmax over the scores of prompt and sampled tokens.
 """
 
 import torch
@@ -11,11 +11,11 @@ from torch.nn import functional
 from trustbatch.rollout.native.cache import Heads
 
 SMALLEST_CAPACITY = 32
-"""tokens that every row has room for from the start"""
+"""sampled tokens per row that the first allocation holds"""
 
 
 class PromptBlock:
-    """Prompts that were computed together, and the rows that continue them.
+    """Prompts of one prefill, and the rows that continue them.
 
     Rows of one prompt are adjacent, and all rows of the block have sampled the same number of
     tokens.
@@ -42,8 +42,8 @@ class PromptBlock:
         """each layer's [2, KV heads, P, L, D], keys and values"""
         own_shape = (2, SMALLEST_CAPACITY, heads.num_kv, self.num_rows, heads.dim)
         self.own = [torch.empty(own_shape, dtype=dtype) for _ in range(num_layers)]
-        """each layer's [2, capacity, KV heads, n, D]; tokens outermost, so that what is read lies
-        in one piece: with room for more between the rows, products take twice as long"""
+        """each layer's [2, capacity, KV heads, n, D]; tokens outermost, so that reads are
+        contiguous: with free capacity between the rows, products take twice as long"""
         self._arrange()
 
     @property
@@ -57,11 +57,11 @@ class PromptBlock:
         return max(self.lengths) + self.num_sampled
 
     def store_prompts(self, keys: Tensor, values: Tensor) -> None:
-        """Keep the next layer's keys and values [P, KV heads, L, D]."""
+        """Store the next layer's keys and values [P, KV heads, L, D]."""
         self.prompts.append(torch.stack([keys.transpose(0, 1), values.transpose(0, 1)]))
 
     def reserve(self, num_steps: int) -> None:
-        """Make room for so many more tokens in every row."""
+        """Reserve memory for `num_steps` more tokens in every row."""
         capacity = self.own[0].shape[1]
         missing = self.num_sampled + num_steps - capacity
         if missing > 0:
@@ -133,7 +133,7 @@ class PromptBlock:
         if min(counts) < width:
             cells = [p * width + m for p, m in zip(self.prompt_of_row, numbers, strict=True)]
             self.cell_of_row = torch.tensor(cells)
-            # cells without a row repeat the first, and no one reads what comes of them
+            # cells without a row repeat the first row; their results are not read
             self.row_of_cell = torch.zeros(len(counts) * width, dtype=torch.long)
             self.row_of_cell[self.cell_of_row] = torch.arange(len(cells))
         self.mask = self._mask_of_padding()

@@ -3,9 +3,9 @@
 """The receiving end of weight updates inside vLLM: a backend of its weight-transfer API.
 
 vLLM's own IPC backend needs Ray (0.24) and its NCCL backend a second GPU; neither runs on a CPU.
-This one takes parcels, whatever they travel by, and serves vLLM 0.24 to 0.32, whose interfaces for
-backends differ. vLLM reloads layer by layer in both: quantized layers are quantized anew from the
-values received, and the tensors that CUDA graphs refer to stay where they are.
+This one loads weight chunks, however they are sent, and works with vLLM 0.24 to 0.32, whose
+backend interfaces differ. vLLM reloads layer by layer in both: quantized layers are quantized again
+from the values received, and the tensors that CUDA graphs refer to stay in place.
 """
 
 import os
@@ -30,35 +30,35 @@ from vllm.platforms import current_platform
 from trustbatch.rollout.vllm.anchors import AnchoredSampler
 from trustbatch.rollout.vllm.requests import SERVER_PID
 from trustbatch.utils.processes import end_with
-from trustbatch.weight_sync.weight_chunks import Chunk, open_parcels
+from trustbatch.weight_sync.weight_chunks import Chunk, open_chunk
 
 BACKEND = "trustbatch"
 
 
 @dataclass
-class ParcelInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: parcels say how they travel."""
+class ChunkInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: a chunk says how it is sent."""
 
 
 @dataclass
-class ParcelUpdateInfo(WeightTransferUpdateInfo):
+class ChunkUpdateInfo(WeightTransferUpdateInfo):
     """One chunk of an update."""
 
     chunk: Chunk
 
 
-class ParcelTransferEngine(WeightTransferEngine[ParcelInitInfo, ParcelUpdateInfo]):
-    """Loads the parcels of an update into this worker's model."""
+class ChunkTransferEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
+    """Loads the chunks of an update into this worker's model."""
 
-    init_info_cls = ParcelInitInfo
-    update_info_cls = ParcelUpdateInfo
+    init_info_cls = ChunkInitInfo
+    update_info_cls = ChunkUpdateInfo
 
-    def init_transfer_engine(self, init_info: ParcelInitInfo) -> None:
-        """Nothing to set up."""
+    def init_transfer_engine(self, init_info: ChunkInitInfo) -> None:
+        """Do nothing: there is nothing to set up."""
 
-    def receive_weights(self, update_info: ParcelUpdateInfo, load_weights: Any = None) -> None:
-        """Load a chunk; vLLM 0.24 says with what, later versions leave it to the backend."""
-        weights: list[tuple[str, Tensor]] = open_parcels(update_info.chunk)
+    def receive_weights(self, update_info: ChunkUpdateInfo, load_weights: Any = None) -> None:
+        """Load a chunk; vLLM 0.24 passes the loader, later versions leave it to the backend."""
+        weights: list[tuple[str, Tensor]] = open_chunk(update_info.chunk)
         (load_weights or self.model.load_weights)(weights)
         if torch.accelerator.is_available():
             # the sender may reuse its memory as soon as this returns
@@ -78,28 +78,28 @@ class ParcelTransferEngine(WeightTransferEngine[ParcelInitInfo, ParcelUpdateInfo
         if current_platform.is_cpu():
             for layer in self.model.modules():
                 if isinstance(layer, ParallelLMHead):
-                    # a head that is tied to the embedding gets no weights of its own, but keeps
-                    # a packed copy of the old ones
+                    # a head that is tied to the embedding receives no weights, but keeps a packed
+                    # copy of the old ones
                     layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Part of the interface of 0.24, which this package does not send through."""
+        """Part of the interface of 0.24 that this package does not use."""
         raise NotImplementedError
 
 
 class WorkerExtension:
-    """Mixed into vLLM's workers; naming it makes every worker process import this module."""
+    """Mixed into vLLM's workers, so that every worker process imports this module."""
 
     def record_anchor(self: Any, temperature: float) -> bool:
-        """Report the anchor's log-probs too; False where this vLLM samples in another way."""
+        """Also report the anchor's log-probs; False if this vLLM has another sampler."""
         return AnchoredSampler.replace(self.model_runner.sampler, temperature)
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, ParcelTransferEngine)
+WeightTransferEngineFactory.register_engine(BACKEND, ChunkTransferEngine)
 
 if int(os.environ.get(SERVER_PID, os.getpid())) != os.getpid():
     # a process that vLLM started: it must not outlive the server

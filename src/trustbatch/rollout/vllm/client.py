@@ -1,4 +1,4 @@
-"""The near end of a vLLM process: starts it, calls it under deadlines, and notices its death."""
+"""The client of a vLLM process: starts it, calls it with timeouts, and notices its death."""
 
 import contextlib
 import os
@@ -22,15 +22,15 @@ from trustbatch.utils.terminal import LiveLine
 from trustbatch.weight_sync.weight_chunks import Chunk
 
 CLOSE_SECONDS = 20.0
-"""for vLLM to end by itself, before it is killed"""
+"""that vLLM has to exit before it is killed"""
 MESSAGE_SECONDS = 60
-"""for one message to pass through the socket once it has begun"""
+"""timeout of one message through the socket once it has begun"""
 LOG_LINES = 3
 """last lines of vLLM's log that an error quotes"""
 
 
 class VllmClient:
-    """A vLLM process of its own: same calls as `VllmHost`, each with a deadline."""
+    """A vLLM process of its own: the same calls as `VllmHost`, each with a timeout."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class VllmClient:
         self._log = Path(settings.folder) / "vllm.log"
         near, far = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            # a process that stops in the middle of a message must not stop this one
+            # a process that stops in the middle of a message must not block this one
             near.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
-        # vLLM would take a rank of ours for one of its own
+        # vLLM would use the trainer's rank as its own
         environment = {key: value for key, value in os.environ.items() if not _of_torchrun(key)}
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = devices
@@ -63,9 +63,9 @@ class VllmClient:
             )
         far.close()
         self._connection = Connection(near.detach())
-        # tells of its death even where others have inherited the far end of the socket
+        # signals its death even if other processes have inherited the far end of the socket
         self._death = os.pidfd_open(self._process.pid)
-        # also at the end of the interpreter, and where nobody closes the engine
+        # also at interpreter exit, and if the engine is never closed
         self._end = weakref.finalize(self, _end, self._process, self._connection, self._death)
         line = LiveLine()
         line.show("Starting vLLM, which takes from half a minute to a few ...")
@@ -85,7 +85,7 @@ class VllmClient:
     def generate(self, requests: Sequence[SampleRequest], seconds: float) -> list[SampleResult]:
         """Sample all completions in the other process."""
         awaited = f"to sample {len(requests)} completions"
-        # the other side keeps the same deadline, and can say how far it came: let it be first
+        # the server has the same deadline and a better error message: let it raise first
         grace = min(5.0, seconds)
         return self._call(
             "generate", requests, seconds, awaited=awaited, seconds=seconds + grace, key="generate"
@@ -96,67 +96,66 @@ class VllmClient:
         self._call("begin_update", awaited="to begin a weight update", seconds=self._update_seconds)
 
     def update(self, chunk: Chunk) -> None:
-        """Take over some of the weights."""
+        """Load some of the weights."""
         self._call("update", chunk, awaited="to load weights", seconds=self._update_seconds)
 
     def finish_update(self) -> None:
-        """Make the new weights the ones that are sampled from."""
+        """Sample from the new weights from now on."""
         self._call(
             "finish_update", awaited="to finish a weight update", seconds=self._update_seconds
         )
 
     def sleep(self) -> None:
-        """Give back the GPU's memory."""
+        """Free the GPU memory."""
         self._call("sleep", awaited="to fall asleep", seconds=self._update_seconds)
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         self._call("wake", awaited="to wake up", seconds=self._update_seconds)
 
     def close(self) -> None:
-        """Let vLLM end by itself, then end whatever is left of its process group."""
+        """Let vLLM exit, then kill the rest of its process group."""
         self._end()
 
     def _call(
         self, method: str, *values: Any, awaited: str, seconds: float, key: str = "update"
     ) -> Any:
-        """Ask for one thing and wait for its answer, for the process's death or the deadline."""
+        """Call a method and wait for its result, the process's death or the timeout."""
         if not self._end.alive:
             raise DeadEngineError(
-                f"vLLM can't be asked {awaited}, since it has ended: start the run again."
+                f"vLLM has exited, so it can't be asked {awaited}: start the run again."
             )
         try:
             self._connection.send((method, values))
             if not wait([self._connection, self._death], timeout=seconds):
                 raise self._failure(
-                    # one that is slow to start would be as slow in another's place
+                    # a replacement would start as slowly
                     EngineError if key == "start" else DeadEngineError,
-                    f"vLLM was given {seconds:g} seconds {awaited} and has not answered: raise "
+                    f"Timed out after {seconds:g} seconds of waiting for vLLM {awaited}: raise "
                     f"rollout.vllm.{key}_seconds if it was busy",
                 )
             if not self._connection.poll():
-                raise self._failure(DeadEngineError, self._obituary(awaited))
+                raise self._failure(DeadEngineError, self._exit_reason(awaited))
             kind, result = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise self._failure(DeadEngineError, self._obituary(awaited)) from error
+            raise self._failure(DeadEngineError, self._exit_reason(awaited)) from error
         if kind == "refused":
             raise EngineError(result)
         if kind != "done":
             dead = DeadEngineError if kind == "died" else EngineError
-            raise self._failure(dead, f"vLLM failed when it was asked {awaited}: {result}")
+            raise self._failure(dead, f"vLLM failed {awaited}: {result}")
         return result
 
-    def _obituary(self, awaited: str) -> str:
+    def _exit_reason(self, awaited: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=CLOSE_SECONDS)
         return (
-            f"The vLLM process ended (exit status {self._process.returncode}) when it was asked "
-            f"{awaited}: see why in its log; a run that ends with it is continued by the same "
-            "command"
+            f"The vLLM process exited with status {self._process.returncode} when asked "
+            f"{awaited}: see its log for the reason; the same command continues the run"
         )
 
     def _failure(self, kind: type[EngineError], sentence: str) -> EngineError:
-        """Kill the process, keep its log, and return an error that quotes the end of it."""
+        """Kill the process, keep its log, and return an error that quotes the end of the log."""
         kill_group(self.pid)
         self._end()
         kept = Path(tempfile.gettempdir()) / f"trustbatch-vllm-{self.pid}.log"
@@ -172,8 +171,8 @@ def _of_torchrun(key: str) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, death: int) -> None:
-    """Say goodbye, wait for a while, and kill the process group with all its workers."""
-    with contextlib.suppress(OSError):  # it may be gone already
+    """Ask the server to exit, wait for a while, and kill its process group with all workers."""
+    with contextlib.suppress(OSError):  # it may have exited already
         connection.send((GOODBYE, ()))
     connection.close()
     with contextlib.suppress(subprocess.TimeoutExpired):

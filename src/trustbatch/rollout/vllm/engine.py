@@ -1,15 +1,14 @@
-"""The vLLM engine: completions for the trainer, from vLLM in this process or in one of its own.
+"""The vLLM engine: samples completions with vLLM, in this process or in one of its own.
 
-vLLM starts with an empty model of the policy's shape. All weights, the first ones too, come through
-its weight-transfer API in the precision that the engine computes in, so that version 0 takes the
-same way as every later one, whether the model came from the hub, a folder or a checkpoint.
+vLLM starts with an empty model of the policy's shape. All weights, also the first ones, are loaded
+through its weight-transfer API in the engine's precision, so that version 0 is loaded like every
+later one, whether the model came from the hub, a folder or a checkpoint.
 """
 
 import copy
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -19,12 +18,13 @@ from trustbatch.models.policy import Policy
 from trustbatch.rollout.sampling import sample_key
 from trustbatch.rollout.vllm.client import VllmClient
 from trustbatch.rollout.vllm.config import VllmConfig
+from trustbatch.rollout.vllm.info import INFO
 from trustbatch.rollout.vllm.requests import Host, HostSettings, SampleRequest, SampleResult
 from trustbatch.types import Completion, GenerationRequest, Provenance, SamplingParams
 from trustbatch.weight_sync.weight_chunks import (
-    DirectSender,
+    ChunkSender,
+    InProcessSender,
     IpcSender,
-    ParcelSender,
     SharedMemorySender,
 )
 
@@ -33,17 +33,8 @@ SEED_BITS = 2**63 - 1
 """vLLM's seeds are not negative"""
 
 
-def require_vllm() -> None:
-    """Refuse to go on where vLLM is not installed."""
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            'rollout.engine = "vllm" needs vLLM, which is not installed: run '
-            "pip install 'trustbatch[vllm]', or choose another engine."
-        )
-
-
 class VllmEngine:
-    """Samples from vLLM, whose weights are copies of the policy's, one version after the other."""
+    """Samples from vLLM, which has a copy of the policy's weights, one version at a time."""
 
     def __init__(
         self,
@@ -63,17 +54,15 @@ class VllmEngine:
         """Start vLLM, with the weights of the policy.
 
         With an `anchor_temperature` it can record the policy's log-probs at that temperature beside
-        those of what it samples from. `device` is where vLLM computes, if the policy that it copies
-        lies elsewhere.
+        those of the sampling distribution. `device` is where vLLM computes (default: the policy's).
         """
-        require_vllm()
+        INFO.require()
         self.policy = policy
         self.on_gpu = (device or policy.device).type == "cuda"
         self.config = config
         self.seed = seed
         self.precision = policy.precision if precision == "auto" else precision
-        # FP8 is made from the bfloat16 values that the trainer's products use
-        self.dtype_name = "bfloat16" if self.precision == "fp8" else self.precision
+        self.dtype = INFO.weight_dtype(self.precision)
         self.logprob_mode = logprob_mode
         self.anchor_temperature = anchor_temperature
         self.trust_remote_code = trust_remote_code
@@ -82,7 +71,7 @@ class VllmEngine:
         )
         self._refuse_impossible()
         self._host: Host | None = None
-        self._trouble = "has not taken over any weights"
+        self._trouble = "has not loaded any weights"
         self._is_asleep = False
         self._sender = self._build_sender()
         self._folder = tempfile.TemporaryDirectory(
@@ -101,15 +90,15 @@ class VllmEngine:
         return self._version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Sample all samples; those of a prompt share its keys and values in vLLM's prefix cache."""
+        """Return all completions; those of a prompt share its entries of vLLM's prefix cache."""
         host = self._healthy_host()
         if self._is_asleep:
             raise EngineError("vLLM is asleep and can't sample completions: call wake() before.")
         for request in requests:
             self._refuse_unfit(request)
         slots = [(request, sample) for request in requests for sample in request.samples]
-        asked = [self._ask(request, sample) for request, sample in slots]
-        results = host.generate(asked, self.config.generate_seconds)
+        samples = [self._sample_request(request, sample) for request, sample in slots]
+        results = host.generate(samples, self.config.generate_seconds)
         texts = self.policy.decode([result.token_ids.tolist() for result in results])
         return [
             self._completion(request, sample, result, text)
@@ -117,9 +106,9 @@ class VllmEngine:
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy the policy's parameters into vLLM; the version changes when all are there."""
+        """Copy the policy's parameters into vLLM; the version changes once all are loaded."""
         host = self._running_host()
-        # packing comes first: where there is no room for it, the old version stays in use
+        # pack first: if that fails for lack of space, the old version stays in use
         chunks = self._sender.chunks(weights)
         self._trouble = f"holds only a part of version {version}"
         host.begin_update()
@@ -130,13 +119,13 @@ class VllmEngine:
         self._version = version
 
     def sleep(self) -> None:
-        """Give back the GPU's memory where `rollout.vllm.sleep` asks for it."""
+        """Free the GPU memory if `rollout.vllm.sleep` is set."""
         if self.config.sleep and not self._is_asleep:
             self._healthy_host().sleep()
             self._is_asleep = True
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         if self._is_asleep:
             self._healthy_host().wake()
             self._is_asleep = False
@@ -153,10 +142,10 @@ class VllmEngine:
         config = self.config
         self._save_model_config()
         settings = HostSettings(
-            # on a CPU it would compete for the cores; where vLLM has workers it has one anyway
+            # on a CPU it would compete for the cores; with several workers vLLM has one anyway
             separate_core=config.mode == "server" and (self.on_gpu or config.tensor_parallel > 1),
             folder=self._folder.name,
-            dtype_name=self.dtype_name,
+            dtype_name=str(self.dtype).removeprefix("torch."),
             quantization="fp8" if self.precision == "fp8" else None,
             logprob_mode=self.logprob_mode,
             top_logprobs=self._num_top(top_logprobs),
@@ -177,28 +166,27 @@ class VllmEngine:
                 start_seconds=config.start_seconds,
                 update_seconds=config.update_seconds,
             )
-        # here, so that a server's client never loads vLLM
+        # imported here, so that the client of a server never loads vLLM
         from trustbatch.rollout.vllm.host import VllmHost
 
         return VllmHost(settings)
 
     def _save_model_config(self) -> None:
-        """Write what vLLM builds the model from; one made in memory does not say what it is."""
+        """Write the config.json that vLLM builds the model from, with its architecture."""
         model_config = copy.deepcopy(self.policy.model.config)
         model_config.architectures = [type(self.policy.model).__name__]
         model_config.save_pretrained(self._folder.name)
 
-    def _build_sender(self) -> ParcelSender:
-        dtype: torch.dtype = getattr(torch, self.dtype_name)
+    def _build_sender(self) -> ChunkSender:
         if self.weight_transfer == "in_process":
-            return DirectSender(dtype)
+            return InProcessSender(self.dtype)
         if self.weight_transfer == "ipc":
-            return IpcSender(dtype)
-        return SharedMemorySender(dtype, self.config.transfer_folder)
+            return IpcSender(self.dtype)
+        return SharedMemorySender(self.dtype, self.config.transfer_folder)
 
     @property
     def weight_transfer(self) -> str:
-        """How weights reach vLLM; "auto" takes the shortest way that there is."""
+        """How weights reach vLLM; "auto" is the fastest way that works."""
         if self.config.weight_transfer != "auto":
             return self.config.weight_transfer
         if self.config.mode == "in_process":
@@ -233,7 +221,7 @@ class VllmEngine:
         return self.max_model_len < self.policy.context_length
 
     def _refuse_unfit(self, request: GenerationRequest) -> None:
-        """Refuse what vLLM would cut off, or answer with other log-probs than were asked for."""
+        """Reject what vLLM would truncate, or return with other log-probs than requested."""
         num_tokens = len(request.token_ids) + request.sampling.max_tokens
         if num_tokens > self.max_model_len:
             raise EngineError(
@@ -256,7 +244,7 @@ class VllmEngine:
                 f"{request.sampling.logprob_mode} ones: set rollout.logprob_mode."
             )
 
-    def _ask(self, request: GenerationRequest, sample: int) -> SampleRequest:
+    def _sample_request(self, request: GenerationRequest, sample: int) -> SampleRequest:
         key = sample_key(self.seed, self._version, request.prompt_id, sample, request.turn)
         num_top = self._num_top(request.sampling.top_logprobs)
         return SampleRequest(
@@ -266,7 +254,7 @@ class VllmEngine:
         )
 
     def _num_top(self, top_logprobs: int) -> int:
-        """A small vocabulary has no more tokens than it has."""
+        """Return `top_logprobs`, at most the size of the vocabulary."""
         return min(top_logprobs, self.policy.model.config.get_text_config().vocab_size)
 
     def _completion(
@@ -304,7 +292,7 @@ class VllmEngine:
         return Provenance(
             policy=self.policy.name,
             version=self._version,
-            engine="vllm",
+            engine=INFO.name,
             precision=self.precision,
             temperature=sampling.temperature,
             top_p=sampling.top_p,

@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false
 # (types are checked without vLLM, which is optional and large)
-"""vLLM in this process: start, generate, take over weights, sleep."""
+"""vLLM in this process: start, generate, load weights, sleep."""
 
 import gc
 import os
@@ -13,12 +13,12 @@ from typing import Any
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_HOST_IP"] = "127.0.0.1"
-# only this machine's processes meet here
+# only processes of this machine connect
 os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-# it knows neither a seed for each request nor the processed log-probs
+# it supports neither a seed per request nor processed log-probs
 os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# a CPU's cores are the trainer's too
+# the trainer uses the same CPU cores
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import numpy as np
@@ -40,7 +40,7 @@ from trustbatch.types import FinishReason
 from trustbatch.weight_sync.weight_chunks import Chunk
 
 QUANTIZATION = {"fp8": "fp8_per_channel"}
-"""e4m3 weights with a scale for each output channel, activations with one for each token"""
+"""e4m3 weights with a scale per output channel, activations with a scale per token"""
 
 CPU_BATCH_TOKENS = 4096
 """vLLM's default for its CPU build"""
@@ -56,21 +56,21 @@ class VllmHost:
         self._asleep: set[str] = set()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings.separate_core))
         if settings.anchor_temperature is not None:
-            # whose sampler can be extended; the second model runner's has another in each version
+            # its sampler can be extended; that of the second model runner changes with each version
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        _meet_in_a_file(settings.folder)
+        _use_file_store(settings.folder)
         options: dict[str, Any] = {}
         if settings.quantization is not None:
             options["quantization"] = QUANTIZATION[settings.quantization]
         if current_platform.is_cpu():
-            # a prompt that is computed in parts winds its seed back, which the CPU build can't do
+            # chunked prefill rewinds the generator of a seed, which the CPU build can't do
             options["enable_chunked_prefill"] = False
             options["max_num_batched_tokens"] = max(settings.max_model_len, CPU_BATCH_TOKENS)
-        # vLLM seeds every generator of the process that hosts it
+        # vLLM seeds all generators of its process
         with torch.random.fork_rng():
             self._llm = LLM(
                 model=settings.folder,
-                # prompts are token ids and texts are decoded elsewhere; weights come by transfer
+                # prompts are token ids and the engine decodes; weights are transferred later
                 skip_tokenizer_init=True,
                 load_format="dummy",
                 weight_transfer_config={"backend": vllm_backend.BACKEND},
@@ -102,7 +102,7 @@ class VllmHost:
         }
 
     def generate(self, requests: Sequence[SampleRequest], seconds: float) -> list[SampleResult]:
-        """Sample all completions; what is unfinished at the deadline is given up."""
+        """Return all completions; those unfinished at the deadline are aborted."""
         engine = self._llm.llm_engine
         deadline = time.monotonic() + seconds
         places: dict[str, int] = {}
@@ -131,7 +131,7 @@ class VllmHost:
         return [results[place] for place in range(len(requests))]
 
     def begin_update(self) -> None:
-        """Prepare all layers, in memory that may have been given back."""
+        """Prepare all layers, in memory that sleeping may have freed."""
         if "weights" in self._asleep:
             self._llm.wake_up(["weights"])
             self._asleep.remove("weights")
@@ -142,7 +142,7 @@ class VllmHost:
         self._llm.update_weights({"update_info": {"chunk": chunk}})
 
     def finish_update(self) -> None:
-        """Finish the layers, and forget keys and values that the old weights computed."""
+        """Finish the layers, and drop the keys and values of the old weights."""
         self._llm.finish_weight_update()
         if not self._llm.reset_prefix_cache():
             raise EngineError(
@@ -151,14 +151,14 @@ class VllmHost:
             )
 
     def sleep(self) -> None:
-        """Keep the weights in host memory and give the GPU's back; on a CPU drop the cache only."""
+        """Move the weights to host memory and free the GPU's; on a CPU only drop the cache."""
         self._llm.reset_prefix_cache()
         if self._has_sleep_mode and not self._asleep:
             self._llm.sleep(level=1)
             self._asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
-        """Take back the memory that is still missing."""
+        """Allocate the memory that is still free."""
         if self._asleep:
             self._llm.wake_up(sorted(self._asleep))
             self._asleep = set()
@@ -178,8 +178,8 @@ class VllmHost:
         if not all(self._llm.collective_rpc("record_anchor", args=(temperature,))):
             self.close()
             raise EngineError(
-                f"vLLM {vllm.__version__} samples in a way that leaves no room for the log-probs "
-                'of the model beside those sampled from: set objective.anchor = "sampler" '
+                f"vLLM {vllm.__version__} has a sampler that can't report the log-probs of the "
+                'model beside those sampled from: set objective.anchor = "sampler" '
                 '("proximal" with pact), or rollout.engine = "native".'
             )
 
@@ -207,19 +207,20 @@ class VllmHost:
         )
 
     def _result(self, output: CompletionOutput, request: SampleRequest) -> SampleResult:
-        """Sort out the log-probs: at each position the sampled token's, then those of the top K."""
+        """Split the log-probs: at each position the sampled token's, then those of the top K."""
         if output.finish_reason not in ("stop", "length"):
             raise EngineError(
-                f"vLLM ended a completion for the reason {output.finish_reason!r}: look into its "
-                "log."
+                f"vLLM ended a completion with finish_reason {output.finish_reason!r}: see its log."
             )
         num_tokens, width = len(output.token_ids), 1 + request.sampling.top_logprobs
-        num_laws = self._num_columns(request.sampling.top_logprobs) // width
+        num_distributions = self._num_columns(request.sampling.top_logprobs) // width
         logprobs: Any = output.logprobs
         token_ids = np.array(logprobs.token_ids, dtype=np.int64)
-        token_ids = token_ids.reshape(num_tokens, width, num_laws)[:, :, 0]
-        laws = np.array(logprobs.logprobs, dtype=np.float32).reshape(num_tokens, width, num_laws)
-        logp, anchor = laws[:, :, 0], laws[:, :, 1] if num_laws == 2 else None
+        token_ids = token_ids.reshape(num_tokens, width, num_distributions)[:, :, 0]
+        values = np.array(logprobs.logprobs, dtype=np.float32).reshape(
+            num_tokens, width, num_distributions
+        )
+        logp, anchor = values[:, :, 0], values[:, :, 1] if num_distributions == 2 else None
         return SampleResult(
             token_ids=token_ids[:, 0],
             logp=logp[:, 0],
@@ -231,8 +232,8 @@ class VllmHost:
         )
 
 
-def _meet_in_a_file(folder: str) -> None:
-    """Let vLLM's processes find each other without a port.
+def _use_file_store(folder: str) -> None:
+    """Connect vLLM's processes through a file instead of a port.
 
     The TCP store of 0.24 listens on every network interface; later versions use a file themselves.
     """

@@ -1,4 +1,4 @@
-"""What passes between the vLLM engine and the process that hosts vLLM."""
+"""Messages between the vLLM engine and the process that hosts vLLM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ from trustbatch.types import FinishReason, SamplingParams
 from trustbatch.weight_sync.weight_chunks import Chunk
 
 GOODBYE = "goodbye"
-"""the last call to a server"""
+"""the last message to a server"""
 SERVER_PID = "TRUSTBATCH_VLLM_SERVER"
-"""environment variable by which vLLM's own processes know the server that they belong to"""
+"""environment variable with the process id of the server that started vLLM's processes"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """How vLLM is started; the weights come later, as an update like any other."""
+    """How vLLM is started; the weights are loaded later, as an update like any other."""
 
     separate_core: bool
-    """schedule and compute in a process of their own, beside the one that handles results"""
+    """run vLLM's engine core in a process of its own"""
     folder: str
-    """has the model's config.json, and takes what vLLM needs to write"""
+    """contains the model's config.json, and files that vLLM writes"""
     dtype_name: str
     quantization: str | None
     logprob_mode: str
     top_logprobs: int
-    """most tokens beside the sampled one that a request has log-probs of"""
+    """maximum of `SamplingParams.top_logprobs` in a request"""
     anchor_temperature: float | None
-    """report log-probs of softmax(logits / this) too; None: only those sampled from"""
+    """also report log-probs of softmax(logits / this); None: only those sampled from"""
     max_model_len: int
     max_sequences: int
     tensor_parallel: int
@@ -52,7 +52,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """One sampled completion of n tokens, in plain arrays: tensors would travel as file handles."""
+    """One completion of n tokens, in numpy arrays: tensors would be sent as file handles."""
 
     token_ids: NDArray[np.int64]
     """[n]"""
@@ -70,10 +70,10 @@ class SampleResult:
 
 
 class Host(Protocol):
-    """vLLM, in this process or in another; every call raises EngineError where it can't be done."""
+    """vLLM, in this process or in another; every call raises EngineError on failure."""
 
     def generate(self, requests: Sequence[SampleRequest], seconds: float) -> list[SampleResult]:
-        """Sample all completions, in the order of the requests, within so many seconds."""
+        """Return all completions, in the order of the requests, within `seconds`."""
         ...
 
     def begin_update(self) -> None:
@@ -81,19 +81,19 @@ class Host(Protocol):
         ...
 
     def update(self, chunk: Chunk) -> None:
-        """Take over some of the weights."""
+        """Load some of the weights."""
         ...
 
     def finish_update(self) -> None:
-        """Make the new weights the ones that are sampled from, and forget what the old computed."""
+        """Sample from the new weights from now on, and drop the old ones' keys and values."""
         ...
 
     def sleep(self) -> None:
-        """Give back the GPU's memory."""
+        """Free the GPU memory."""
         ...
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         ...
 
     def describe(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The process that hosts vLLM: `python -m trustbatch.rollout.vllm.server SOCKET PARENT FOLDER`.
 
-It has its own process group and answers one caller over an inherited pair of sockets; it listens
-nowhere. When the caller is gone it takes its whole group with it, whatever it is doing.
+It has its own process group and serves one client over an inherited socket pair; it opens no port.
+When the client is gone it kills its whole process group.
 """
 
 import os
@@ -16,11 +16,11 @@ from trustbatch.utils.processes import end_group, end_with
 
 
 def main(arguments: list[str]) -> None:
-    """Serve calls until the caller says goodbye."""
+    """Serve calls until the client says goodbye."""
     socket, parent, folder = int(arguments[0]), int(arguments[1]), arguments[2]
     end_with(parent, folder)
     os.environ[SERVER_PID] = str(os.getpid())
-    # here it goes into the log, which an error quotes
+    # it goes into the log, which error messages quote
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     connection = Connection(socket)
     host: Any = None
@@ -28,25 +28,25 @@ def main(arguments: list[str]) -> None:
         try:
             method, values = connection.recv()
         except EOFError:
-            # without a goodbye: the caller is dead, and so must all be that worked for it
+            # no goodbye: the client is dead, so end all processes that worked for it
             end_group(folder)
         if method == GOODBYE:
             break
         try:
             if method == "start":
-                # the caller waits for the import too, under its deadline
+                # imported here, so that the client's timeout covers the import
                 from trustbatch.rollout.vllm.host import VllmHost
 
                 host, result = VllmHost(*values), None
                 for core in active_children():
                     assert core.pid is not None, "it was started"
-                    # vLLM itself waits without end for one that was killed
+                    # vLLM itself waits forever for a core that was killed
                     end_with(core.pid)
             else:
                 result = getattr(host, method)(*values)
         except EngineError as error:
             connection.send(("refused", str(error)))
-        except Exception as error:  # whatever it is, the caller must hear of it
+        except Exception as error:  # any error must reach the client
             connection.send(("died" if _is_of_dead_core(error) else "failed", _in_one_line(error)))
             raise
         else:
@@ -56,8 +56,10 @@ def main(arguments: list[str]) -> None:
 
 
 def _is_of_dead_core(error: Exception) -> bool:
-    """Whether vLLM has noticed that a process of its own is gone."""
-    exceptions: Any = sys.modules.get("vllm.v1.engine.exceptions")  # not there if it won't load
+    """Whether vLLM has noticed that a process of its own is dead."""
+    exceptions: Any = sys.modules.get(
+        "vllm.v1.engine.exceptions"
+    )  # missing if vLLM was not imported
     return exceptions is not None and isinstance(error, exceptions.EngineDeadError)
 
 

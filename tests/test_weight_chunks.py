@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from trustbatch.errors import EngineError
-from trustbatch.weight_sync import weight_chunks as parcels
+from trustbatch.weight_sync import weight_chunks
 from trustbatch.weight_sync.weight_chunks import (
-    DirectSender,
-    ParcelSender,
+    ChunkSender,
+    InProcessSender,
     SharedMemorySender,
-    open_parcels,
+    open_chunk,
 )
 
 READER = """
 import sys
-from trustbatch.weight_sync.weight_chunks import open_parcels
-for name, tensor in open_parcels(sys.stdin.buffer.read()):
+from trustbatch.weight_sync.weight_chunks import open_chunk
+for name, tensor in open_chunk(sys.stdin.buffer.read()):
     print(name, tensor.dtype, list(tensor.shape), tensor.double().sum().item())
 """
 
@@ -35,8 +35,8 @@ def some_weights() -> list[tuple[str, Tensor]]:
     return [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
 
 
-def senders(dtype: torch.dtype, folder: Path) -> list[ParcelSender]:
-    return [DirectSender(dtype), SharedMemorySender(dtype, str(folder))]
+def senders(dtype: torch.dtype, folder: Path) -> list[ChunkSender]:
+    return [InProcessSender(dtype), SharedMemorySender(dtype, str(folder))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,7 +44,7 @@ def test_every_way_delivers_the_rounded_values(dtype: torch.dtype, tmp_path: Pat
     for sender in senders(dtype, tmp_path):
         for _ in range(2):  # the shared file is used again
             received = [
-                pair for chunk in sender.chunks(some_weights()) for pair in open_parcels(chunk)
+                pair for chunk in sender.chunks(some_weights()) for pair in open_chunk(chunk)
             ]
             assert [name for name, _ in received] == [name for name, _ in some_weights()]
             for (_, tensor), (_, sent) in zip(received, some_weights(), strict=True):
@@ -54,10 +54,10 @@ def test_every_way_delivers_the_rounded_values(dtype: torch.dtype, tmp_path: Pat
 
 
 def test_chunks_stay_small_and_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parcels, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(weight_chunks, "CHUNK_BYTES", 100)
     chunks = [
-        [name for name, _ in open_parcels(chunk)]
-        for chunk in DirectSender(torch.float32).chunks(some_weights())
+        [name for name, _ in open_chunk(chunk)]
+        for chunk in InProcessSender(torch.float32).chunks(some_weights())
     ]
     # 60 + 20 + 4 bytes fit into the first, and the 1,792 bytes of the last get their own
     assert chunks == [["a.weight", "a.bias", "b.scale"], ["c.weight"]]
@@ -93,9 +93,7 @@ def test_no_room_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     with largest_file(1024), pytest.raises(EngineError, match=r"transfer_folder"):
         sender.chunks(some_weights())
     (chunk,) = sender.chunks(some_weights())
-    assert torch.equal(open_parcels(chunk)[0][1], some_weights()[0][1]), (
-        "it works once there is room"
-    )
+    assert torch.equal(open_chunk(chunk)[0][1], some_weights()[0][1]), "it works once there is room"
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

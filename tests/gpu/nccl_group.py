@@ -1,6 +1,6 @@
-"""A link over NCCL whose two ends are processes on one GPU, which NCCL takes for two machines.
+"""A transfer group over NCCL of two processes on one GPU, which NCCL takes for two machines.
 
-`python nccl_link.py` is the trainer's end, and starts the engines' ends.
+`python nccl_group.py` is the trainer, and starts the engines.
 """
 
 import os
@@ -12,42 +12,44 @@ import time
 
 import torch
 
-from trustbatch.cluster.rendezvous import PostboxAddress, Rendezvous
-from trustbatch.weight_sync.process_group import ENGINE, TRAINER, Backend, Link
+from trustbatch.weight_sync.process_group import ENGINE, TRAINER, Backend, TransferGroup
+from trustbatch.weight_sync.rendezvous import Rendezvous, RendezvousAddress
 
 HOST = "127.0.0.1"
 SECONDS = 60.0
 SIZE = 2**26
 
 
-def start_engine(box: Rendezvous, group: str, manner: str) -> subprocess.Popen[bytes]:
+def start_engine(rendezvous: Rendezvous, group: str, manner: str) -> subprocess.Popen[bytes]:
     """Start the other end in a process that claims to be on another machine."""
     return subprocess.Popen(
-        [sys.executable, __file__, str(box.address.port), group, manner],
+        [sys.executable, __file__, str(rendezvous.address.port), group, manner],
         env=os.environ | {"NCCL_HOSTID": f"engine-{group}"},
     )
 
 
-def be_engine(port: str, group: str, manner: str) -> None:
+def be_engine(port: str, name: str, manner: str) -> None:
     """Take one tensor, or end before it comes."""
-    box = PostboxAddress(HOST, int(port)).reached(SECONDS)
-    link = Link(box.meeting(group), ENGINE, backend=Backend.NCCL, address=HOST, seconds=SECONDS)
+    rendezvous = RendezvousAddress(HOST, int(port)).connect(SECONDS)
+    group = TransferGroup(
+        rendezvous.store_of(name), ENGINE, backend=Backend.NCCL, address=HOST, seconds=SECONDS
+    )
     content = torch.empty(SIZE, dtype=torch.uint8, device="cuda")
     if manner == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    link.receive(content, SECONDS)
+    group.receive(content, SECONDS)
     expected = torch.arange(SIZE, device="cuda") % 251
     assert torch.equal(content, expected.to(torch.uint8))
 
 
 def be_trainer() -> None:
     """Send to a sound engine, to one that dies, and to a sound one again."""
-    box = Rendezvous.opened(HOST)
+    rendezvous = Rendezvous.open(HOST)
     content = (torch.arange(SIZE, device="cuda") % 251).to(torch.uint8)
     for number, manner in enumerate(("sound", "dies", "sound")):
-        engine = start_engine(box, f"group-{number}", manner)
-        link = Link(
-            box.address.reached(SECONDS).meeting(f"group-{number}"),
+        engine = start_engine(rendezvous, f"group-{number}", manner)
+        group = TransferGroup(
+            rendezvous.address.connect(SECONDS).store_of(f"group-{number}"),
             TRAINER,
             backend=Backend.NCCL,
             address=HOST,
@@ -55,9 +57,9 @@ def be_trainer() -> None:
         )
         failures: list[str] = []
 
-        def send(link: Link = link, failures: list[str] = failures) -> None:
+        def send(group: TransferGroup = group, failures: list[str] = failures) -> None:
             try:
-                link.send(content, SECONDS)
+                group.send(content, SECONDS)
             except RuntimeError as error:
                 failures.append(str(error))
 
@@ -65,7 +67,7 @@ def be_trainer() -> None:
         sender.start()
         if manner == "dies":
             engine.wait(SECONDS)
-            link.break_off()
+            group.abort()
         sender.join(SECONDS / 2)
         assert not sender.is_alive(), "it waits for a dead engine"
         assert bool(failures) == (manner == "dies"), failures
