@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from trustbatch.advantages import group_standardized
-from trustbatch.batching.samples import to_sequences
+from trustbatch.batching.sequences import to_sequences
 from trustbatch.models.tiny import warm_start
 from trustbatch.objectives import Objective, TokenBatch, build_objective
 from trustbatch.objectives.metrics import average_over_steps
