@@ -21,7 +21,7 @@ from trustbatch.utils.tables import Choice, Table, table_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 OBJECTIVE_PAGES = sorted((DOCS / "objectives").glob("*.md"))
 REQUIRED = object()
 
@@ -147,6 +147,16 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
         assert linked.exists(), f"{name_of(path)} links to {target}"
         if anchor and linked.suffix == ".md":
             assert anchor in anchors(linked), f"{name_of(path)} links to {target}"
+
+
+def test_the_package_map_names_every_package() -> None:
+    table = read(DOCS / "architecture.md").split("## Package map")[1].split("## Layers")[0]
+    named = set(re.findall(r"^\| `(\w+)(?:\.py)?` \|", table, re.MULTILINE))
+    source = ROOT / "src" / "trustbatch"
+    packages = {file.parent.name for file in source.glob("*/__init__.py")}
+    assert packages <= named
+    layers = read(DOCS / "architecture.md").split("## Layers")[1].split("## The path")[0]
+    assert set(re.findall(r"\w+", "".join(re.findall(r"^    .*$", layers, re.MULTILINE)))) == named
 
 
 def anchors(path: Path) -> set[str]:

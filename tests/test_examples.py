@@ -1,5 +1,6 @@
 """The files under examples/ and configs/ work."""
 
+import re
 import runpy
 import shutil
 import sys
@@ -24,6 +25,39 @@ def test_custom_task_trains(
     rewards = [line["reward/mean"] for line in read_metrics(tmp_path / "runs" / "reverse")]
     assert len(rewards) == 30
     assert sum(rewards[-5:]) > sum(rewards[:5])
+
+
+def test_minimal_loop_shows_every_stage(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps on an untrained model: on-policy at first, but for the temperature."""
+    module = runpy.run_path(str(ROOT / "examples" / "minimal_loop.py"))
+    history = module["train"](tiny_folder, num_steps=3)
+    assert capsys.readouterr().out.count("reward") == 3
+    assert [line["rollout/version"] for line in history] == [0, 0, 2]
+    for line in history:
+        # fewer than MAX_TOKENS tokens where a completion has stopped
+        assert 32 * 8 <= line["tokens/count"] <= 32 * 8 * module["MAX_TOKENS"]
+        assert line["tokens/nonfinite"] == 0
+        assert 0 < line["ess"] < 1
+    assert history[1]["ratio/max"] > history[0]["ratio/max"]  # one version old
+
+
+@pytest.mark.slow
+def test_minimal_loop_learns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["minimal_loop.py"])
+    runpy.run_path(str(ROOT / "examples" / "minimal_loop.py"), run_name="__main__")
+    found = re.findall(r"^step +\d+  reward ([\d.]+)", capsys.readouterr().out, re.MULTILINE)
+    rewards = [float(reward) for reward in found]
+    assert len(rewards) == 20
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
+
+
+def test_minimal_loop_stays_small() -> None:
+    text = (ROOT / "examples" / "minimal_loop.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 250
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda f: f.name)
