@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.shared_data import shared_data
+from tests.support.shared_data import shared_data
 
 from trustbatch.cli import main
 from trustbatch.evaluation import evaluate
@@ -29,7 +29,7 @@ from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import build_task
 from trustbatch.types import Completion, GenerationRequest
 
-OWN_TASK = Path(__file__).parent.parent / "own_task.py"
+OWN_TASK = Path(__file__).parents[1] / "support" / "own_task.py"
 SMALL = ["--prompts", "12", "--samples", "4", "--max-tokens", "8"]
 FILES = ("results.md", "pass_at_k.html", "samples.jsonl", "settings.json")
 

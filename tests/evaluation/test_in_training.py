@@ -152,7 +152,7 @@ def test_two_ranks_evaluate_as_one(tiny_folder: Path, tmp_path: Path) -> None:
         file.write_text(CONFIG.format(model=tiny_folder, folder=tmp_path / name))
     assert main(["train", str(configs["one"])]) == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "tests.ranks.train", str(configs["two"])]
+    command += ["--nproc-per-node", "2", "-m", "tests.support.ranks.train", str(configs["two"])]
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )

@@ -10,8 +10,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import torch.distributed as dist
+from tests.support import checkpoint_ranks as ranks
 
-import checkpoint_ranks as ranks
 from trustbatch.checkpoints.load import newest_checkpoint, restore
 from trustbatch.checkpoints.save import Checkpointer
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.episode_cases import episodes
+from tests.support.episode_cases import episodes
 
 from trustbatch.batching.micro_batches import micro_batches
 from trustbatch.batching.sequences import to_sequences

@@ -72,8 +72,8 @@ def to_batch(tokens: Tokens, dtype: torch.dtype = torch.float64) -> TokenBatch:
         if f.name in ("sequence", "source"):
             tensors[f.name] = torch.tensor(value)
         else:
-            learnt = f.name in ("logp", "top_logp", "entropy")
-            tensors[f.name] = torch.tensor(value, dtype=dtype, requires_grad=learnt)
+            learned = f.name in ("logp", "top_logp", "entropy")
+            tensors[f.name] = torch.tensor(value, dtype=dtype, requires_grad=learned)
     return TokenBatch(**tensors)
 
 

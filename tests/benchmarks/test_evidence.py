@@ -1,0 +1,93 @@
+"""The tables of docs/results.md are those of the runs that are kept."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(name: str) -> ModuleType:
+    """Import a benchmark by its file."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+evidence_table, evidence_gpu = load("evidence_table"), load("evidence_gpu")
+SHOWN = evidence_table.TABLE.findall((ROOT / "docs" / "results.md").read_text())
+
+
+@pytest.mark.parametrize(("file", "dead", "shown"), SHOWN, ids=[file for file, _, _ in SHOWN])
+def test_a_table_of_the_results_is_that_of_its_runs(file: str, dead: str, shown: str) -> None:
+    assert shown == evidence_table.table(ROOT / file, dead=float(dead))
+
+
+DIFFERENCES = evidence_table.PAIRED.findall((ROOT / "docs" / "results.md").read_text())
+
+
+@pytest.mark.parametrize(("file", "arm", "shown"), DIFFERENCES)
+def test_differences_of_the_results_are_those_of_its_runs(file: str, arm: str, shown: str) -> None:
+    assert shown == evidence_table.differences(ROOT / file, arm)
+
+
+def test_differences_by_hand(tmp_path: Path) -> None:
+    # seed 1: (0.1 + 0.3) / 2 = 0.2; seed 2: (0.0 - 0.2) / 2 = -0.1: mean 0.05, error 0.15
+    values = {("pact", 1): (0.4, 0.5), ("grpo", 1): (0.3, 0.2)}
+    values |= {("pact", 2): (0.4, 0.1), ("grpo", 2): (0.4, 0.3)}
+    lines = [
+        {"arm": arm, "regime": regime, "seed": seed, "held_out": value}
+        for (arm, seed), pair in values.items()
+        for regime, value in zip(("fresh", "lag8"), pair, strict=True)
+    ]
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    last = evidence_table.differences(file, "pact").splitlines()[-1]
+    assert last == "| GRPO | +0.050 | 0.150 | 1 of 2 |"
+
+
+def test_no_placeholder_is_left_on_the_page() -> None:
+    assert not re.findall(r"\b[A-Z]{3,}_[A-Z]+\b", (ROOT / "docs" / "results.md").read_text())
+
+
+def test_every_file_of_runs_is_shown_and_has_each_run_once() -> None:
+    files = {str(path.relative_to(ROOT)) for path in ROOT.glob("results/*/*.jsonl")}
+    assert files == {file for file, _, _ in SHOWN}
+    for file in files:
+        lines = [json.loads(line) for line in (ROOT / file).read_text().splitlines()]
+        runs = [(line["arm"], line["regime"], line["seed"]) for line in lines]
+        assert len(runs) == len(set(runs))
+        assert all(0.0 <= line["held_out"] <= 1.0 for line in lines)
+
+
+def test_a_table_by_hand(tmp_path: Path) -> None:
+    runs = [("grpo", "fresh", 2, 0.2), ("grpo", "fresh", 1, 0.4), ("grpo", "t1.2", 1, 0.05)]
+    runs.append(("pact", "fresh", 1, 0.5))
+    file = tmp_path / "runs.jsonl"
+    lines = [dict(zip(("arm", "regime", "seed", "held_out"), run, strict=True)) for run in runs]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert evidence_table.table(file, dead=0.1).splitlines()[2:] == [
+        "| PACT | 0.500 |  |  |  | 0 of 1 |",
+        "| GRPO | 0.400 0.200 | **0.050** | 0.175 | 0.050 | 1 of 3 |",
+    ]
+
+
+def test_a_plan_names_its_runs_in_order() -> None:
+    jobs = evidence_gpu.plan(["pact@lag8,fresh:1,2", "grpo:3"])
+    assert [job["name"] for job in jobs[:5]] == [
+        "lag8--pact--seed-1",
+        "fresh--pact--seed-1",
+        "lag8--pact--seed-2",
+        "fresh--pact--seed-2",
+        "fresh--grpo--seed-3",
+    ]
+    assert len(jobs) == 4 + len(evidence_gpu.REGIMES)
+    assert evidence_gpu.REGIMES.keys() <= evidence_table.REGIMES.keys()
+    assert evidence_gpu.ARMS.keys() <= evidence_table.LABELS.keys()

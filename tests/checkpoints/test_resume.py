@@ -1,0 +1,242 @@
+"""A run killed with SIGKILL at any moment and started again equals one that was never killed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trustbatch
+from trustbatch.errors import CheckpointError, ConfigError
+from trustbatch.observe.run_folder import read_metrics
+
+CONFIG = """
+seed = 3
+[model]
+name = {model!r}
+{task}
+[rollout]
+prompts_per_step = 4
+samples_per_prompt = 4
+max_tokens = 5
+lag = {lag}
+temperature = 1.1
+[objective]
+name = {objective!r}
+[training]
+steps = 12
+learning_rate = 1e-3
+mini_batches = 2
+[run]
+name = "run"
+checkpoint_every = {every}
+keep_checkpoints = 2
+"""
+
+SUMS = """
+[task]
+name = "arithmetic"
+level = 1
+"""
+LEARNING = f"""
+[task]
+name = "mixture"
+[[task.parts]]
+name = "{Path(__file__).parents[1] / "support" / "own_task.py"}:Short"
+curriculum = {{low = 0.3, high = 0.7}}
+weight = 3
+[[task.parts]]
+name = "arithmetic"
+[rollout]
+dynamic_sampling = true
+max_sampling_rounds = 3
+"""
+
+
+def start(folder: Path, config: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "trustbatch", "train", str(config)],
+        cwd=folder,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def comparable(folder: Path) -> list[dict[str, Any]]:
+    """All metrics but those that measure the clock."""
+    lines = read_metrics(folder)
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+def final_weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / "step-12" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "objective", "lag", "every", "kill_after"),
+    [
+        (SUMS, "p3o", 3, 2, (2, 7)),
+        (SUMS, "two_anchor", 0, 5, (1, 6, 11)),
+        (LEARNING, "p3o", 1, 3, (4, 8)),
+    ],
+    ids=["lag", "two anchors", "curriculum and dynamic sampling"],
+)
+def test_a_killed_run_continues_bit_for_bit(
+    tmp_path: Path,
+    tiny_folder: Path,
+    task: str,
+    objective: str,
+    lag: int,
+    every: int,
+    kill_after: tuple[int, ...],
+) -> None:
+    text = CONFIG.format(
+        model=str(tiny_folder), task=task, lag=lag, every=every, objective=objective
+    ).replace("[rollout]\nprompts", "prompts" if "[rollout]" in task else "[rollout]\nprompts")
+    runs = {}
+    for name in ("whole", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = folder / "config.toml"
+        config.write_text(text)
+        run = folder / "runs" / "run"
+        for step in kill_after if name == "killed" else ():
+            process = start(folder, config)
+            deadline = time.monotonic() + 120
+            while len(read_metrics(run)) < step and process.poll() is None:
+                assert time.monotonic() < deadline, "the run makes no progress"
+                time.sleep(0.002)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            assert len(read_metrics(run)) < 12, "the run ended before it could be killed"
+        process = start(folder, config)
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors.decode()
+        runs[name] = run
+    assert comparable(runs["killed"]) == comparable(runs["whole"])
+    assert [line["step"] for line in comparable(runs["killed"])] == list(range(1, 13))
+    whole, killed = final_weights(runs["whole"]), final_weights(runs["killed"])
+    assert whole.keys() == killed.keys()
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    kept = sorted(path.name for path in (runs["killed"] / "checkpoints").iterdir())
+    assert len([name for name in kept if name.startswith("step-")]) == 2
+    for step in ("step-000001.jsonl", "step-000012.jsonl"):
+        both = [(runs[name] / "rollouts" / step).read_text() for name in ("whole", "killed")]
+        assert both[0] == both[1]
+
+
+def small_run(tiny_folder: Path, folder: Path, **changes: Any) -> trustbatch.RunResult:
+    tables: dict[str, Any] = {
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 3, "lag": 1},
+        "training": {"steps": 4, "learning_rate": 1e-3},
+        "run": {"folder": str(folder), "checkpoint_every": 2},
+    }
+    for key, value in changes.items():
+        tables[key] = {**tables[key], **value} if key in tables else value
+    return trustbatch.train(model=tiny_folder, task={"name": "arithmetic", "level": 1}, **tables)
+
+
+def test_a_finished_run_is_not_trained_again(tiny_folder: Path, tmp_path: Path) -> None:
+    first = small_run(tiny_folder, tmp_path)
+    again = small_run(tiny_folder, tmp_path)
+    assert first.metrics == again.metrics
+    assert len(again.metrics) == 4
+
+
+def test_another_configuration_in_the_same_folder_is_refused(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    small_run(tiny_folder, tmp_path)
+    with pytest.raises(ConfigError, match=r"training.learning_rate was 0.001, now 0.01"):
+        small_run(tiny_folder, tmp_path, training={"learning_rate": 0.01})
+    # where results go and how work is divided may change
+    changes = {"run": {"checkpoint_every": 3}, "training": {"micro_batch_tokens": 64}}
+    assert len(small_run(tiny_folder, tmp_path, **changes).metrics) == 4
+    # a key that the stored configuration does not know yet counts as its default
+    stored = tmp_path / "run" / "config.toml"
+    stored.write_text(stored.read_text().replace("weight_decay = 0.01\n", ""))
+    assert len(small_run(tiny_folder, tmp_path).metrics) == 4
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = small_run(tiny_folder, tmp_path)
+    weights = load_file(result.checkpoint / "model.safetensors")
+    damaged = result.checkpoint / "trainer" / "state.json"
+    damaged.write_bytes(damaged.read_bytes()[:20])
+    again = small_run(tiny_folder, tmp_path)
+    assert "step-4, which is damaged: trainer/state.json has 20 bytes" in capsys.readouterr().err
+    before, after = ([line["policy/loss"] for line in r.metrics] for r in (result, again))
+    assert before == after
+    retrained = load_file(again.checkpoint / "model.safetensors")
+    assert all(torch.equal(weights[name], retrained[name]) for name in weights)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    result = small_run(tiny_folder, tmp_path)
+    other = tmp_path / "other-model"
+    shutil.copytree(tiny_folder, other)
+    shutil.copytree(result.folder / "checkpoints", tmp_path / "other" / "checkpoints")
+    with pytest.raises(
+        CheckpointError, match=r"step-4 belongs to another model \('.*tiny', not '.*other"
+    ):
+        small_run(other, tmp_path, run={"name": "other"})
+
+
+def test_a_run_that_can_not_save_ends_with_a_sentence(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"step-2 could not be written .*there is no other"):
+        small_run(tiny_folder, tmp_path)
+
+
+def test_a_checkpoint_cut_short_while_writing_is_ignored(tiny_folder: Path, tmp_path: Path) -> None:
+    result = small_run(tiny_folder, tmp_path)
+    checkpoints = result.folder / "checkpoints"
+    (checkpoints / "step-4").rename(checkpoints / ".writing-step-4")
+    (checkpoints / ".deleting-step-1").mkdir()
+    with (result.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')
+    again = small_run(tiny_folder, tmp_path)
+    assert [line["step"] for line in again.metrics] == [1, 2, 3, 4]
+    before, after = ([line["policy/loss"] for line in r.metrics] for r in (result, again))
+    assert before == after
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-4"]
+
+
+def test_the_run_folder_holds_what_it_promises(tiny_folder: Path, tmp_path: Path) -> None:
+    result = small_run(tiny_folder, tmp_path)
+    environment = json.loads((result.folder / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert (result.folder / "config.toml").is_file()
+    assert list((result.folder / "tensorboard").glob("events*"))
+    rows = [
+        json.loads(line)
+        for line in (result.folder / "rollouts" / "step-000004.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == 4
+    # batch 4 was sampled one version earlier than the version 3 that trained on it
+    assert {row["version"] for row in rows} == {2}
+    assert all(row["engine"] == "native" and row["policy"] == str(tiny_folder) for row in rows)
+    assert [line["rollout/lag_mean"] for line in result.metrics] == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_the_trained_model_is_an_ordinary_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    result = small_run(tiny_folder, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(result.checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(result.checkpoint)
+    assert model.config.model_type == "qwen3"
+    assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34="

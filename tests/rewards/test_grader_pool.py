@@ -1,0 +1,190 @@
+"""The pool of grading processes, with real ones that sleep, die, and eat memory."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.support import pool_graders
+
+from trustbatch.errors import RewardError
+from trustbatch.rewards import pool as pool_module
+from trustbatch.rewards.pool import GraderPool, NotPortable
+from trustbatch.types import GradeStatus
+
+LIMIT = 1.5
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GraderPool]:
+    found = GraderPool(pool_graders.grade, workers=2, time_limit=LIMIT, memory_limit_gib=0.5)
+    yield found
+    found.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is running, and not a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def gone(pids: list[int], *, within: float = 10.0) -> bool:
+    deadline = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+def pids(pool: GraderPool) -> list[int]:
+    return [process._process.pid for process in pool._processes]
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "reason"),
+    [
+        ("raise", GradeStatus.FAILED, "ValueError: no such answer"),
+        ("exit", GradeStatus.FAILED, "its process ended with exit code 3 while it graded"),
+        ("sysexit", GradeStatus.FAILED, "SystemExit: enough"),
+        ("kill", GradeStatus.FAILED, "was killed by SIGKILL"),
+        ("memory", GradeStatus.OUT_OF_MEMORY, "more memory than allowed"),
+        ("recursion", GradeStatus.FAILED, "RecursionError"),
+        ("sleep", GradeStatus.TIMED_OUT, "it took longer than 1.5 seconds"),
+        ("spin", GradeStatus.TIMED_OUT, "it took longer than 1.5 seconds"),
+        ("input", GradeStatus.FAILED, "EOFError"),
+    ],
+)
+def test_failures_have_a_status_and_a_reason(
+    pool: GraderPool, what: str, status: GradeStatus, reason: str
+) -> None:
+    bad, good = pool.run([what, "ok"])
+    assert bad.status is status
+    assert reason in bad.reason
+    assert bad.value is None
+    assert (good.status, good.value) == (GradeStatus.GRADED, 1.0)
+
+
+def test_output_of_a_grader_is_ignored(pool: GraderPool) -> None:
+    assert [outcome.value for outcome in pool.run(["print"] * 4)] == [1.0] * 4
+
+
+def test_processes_do_not_load_torch_and_start_quickly(pool: GraderPool) -> None:
+    assert [outcome.value for outcome in pool.run(["torch"] * 4)] == [0.0] * 4
+    assert pool.run([]) == []
+
+
+def test_a_hanging_grader_delays_no_other(pool: GraderPool) -> None:
+    pool.run(["ok", "ok"])
+    started = time.monotonic()
+    done: dict[int, float] = {}
+    wait = pool._wait
+
+    def timed() -> list[tuple[int, object]]:
+        found = wait()
+        done.update({number: time.monotonic() - started for number, _ in found})
+        return found  # type: ignore[return-value]
+
+    pool._wait = timed  # type: ignore[method-assign]
+    try:
+        outcomes = pool.run(["sleep", *["ok"] * 200])
+    finally:
+        del pool._wait
+    assert outcomes[0].status is GradeStatus.TIMED_OUT
+    assert all(outcome.status is GradeStatus.GRADED for outcome in outcomes[1:])
+    assert max(done[number] for number in range(1, 201)) < done[0]
+    assert LIMIT <= done[0] < LIMIT + 1.0
+
+
+def test_a_pool_of_hanging_graders_still_ends(pool: GraderPool) -> None:
+    started = time.monotonic()
+    outcomes = pool.run(["sleep", "spin", "ok", "sleep", "ok"])
+    statuses = [outcome.status.value for outcome in outcomes]
+    assert statuses == ["timed_out", "timed_out", "graded", "timed_out", "graded"]
+    assert time.monotonic() - started < 2 * LIMIT + 3.0
+
+
+def test_progress_of_slow_batches_is_logged(
+    pool: GraderPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_module, "PROGRESS_INTERVAL", 0.3)
+    pool.run(["sleep", "ok"])
+    assert "Graded 1 of 2 completions." in caplog.text
+
+
+def test_a_process_that_died_idle_is_replaced(pool: GraderPool) -> None:
+    pool.run(["ok", "ok"])
+    for pid in pids(pool):
+        os.kill(pid, signal.SIGKILL)
+        assert gone([pid])
+    assert [outcome.value for outcome in pool.run(["ok"] * 5)] == [1.0] * 5
+
+
+def test_closing_ends_all_processes() -> None:
+    pool = GraderPool(pool_graders.grade, workers=2, time_limit=30, memory_limit_gib=1)
+    pool.run(["ok"] * 4)
+    started = pids(pool)
+    assert len(started) == 2
+    pool.close()
+    assert gone(started)
+
+
+def test_processes_end_with_their_parent(tmp_path: Path) -> None:
+    """Also in the middle of a loop in C, where nothing of Python runs."""
+    script = """
+import sys, threading, time
+from tests.support import pool_graders
+from trustbatch.rewards.pool import GraderPool
+pool = GraderPool(pool_graders.grade, workers=2, time_limit=60, memory_limit_gib=1)
+pool.run(["ok", "ok"])
+print(*[process._process.pid for process in pool._processes], flush=True)
+pool.run(["spin", "sleep"])
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        started = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(started) == 2
+        time.sleep(0.3)
+        assert all(map(alive, started))
+        process.kill()
+    assert gone(started)
+
+
+def test_what_a_grader_has_started_is_killed_with_it(tmp_path: Path) -> None:
+    pool = GraderPool(pool_graders.start_child, workers=1, time_limit=1.0, memory_limit_gib=1)
+    note = tmp_path / "pid"
+    (outcome,) = pool.run([str(note)])
+    assert outcome.status is GradeStatus.TIMED_OUT
+    assert gone([int(note.read_text())])
+    pool.close()
+
+
+def test_graders_that_cannot_be_sent_are_refused() -> None:
+    local: Callable[[str], float] = lambda _: 1.0  # noqa: E731
+    with pytest.raises(NotPortable, match="lambda"):
+        GraderPool(local, workers=1, time_limit=1.0, memory_limit_gib=1)
+    pool = GraderPool(pool_graders.Unloadable(), workers=2, time_limit=1.0, memory_limit_gib=1)
+    with pytest.raises(NotPortable, match="RuntimeError: not here"):
+        pool.run(["ok"])
+    pool.close()
+
+
+def test_processes_that_never_become_ready_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = GraderPool(pool_graders.DiesAtStart(), workers=1, time_limit=1.0, memory_limit_gib=1)
+    with pytest.raises(RewardError, match="3 grading processes in a row ended with exit code 7"):
+        pool.run(["ok"])
+    pool.close()
+    monkeypatch.setattr(pool_module, "START_TIMEOUT", 0.5)
+    pool = GraderPool(pool_graders.SleepsAtStart(), workers=1, time_limit=1.0, memory_limit_gib=1)
+    with pytest.raises(RewardError, match="did not load the grader within"):
+        pool.run(["ok"])
+    pool.close()
