@@ -239,7 +239,7 @@ def case_server(policy: Policy, report: Report) -> None:
     engine = start(policy, report, enforce_eager=True, sleep=ON_GPU)
     check_mismatch(engine, report)
     check_update(engine, report, engine.weight_transfer)
-    engine._sender = SharedMemorySender(getattr(torch, engine.dtype_name), "/dev/shm")
+    engine._sender = SharedMemorySender(engine.dtype, "/dev/shm")
     check_update(engine, report, "shared_memory")
     check_sleep(engine, report)
     engine.close()

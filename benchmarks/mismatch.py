@@ -9,7 +9,7 @@ and activations of all linear layers but the output head, computed without FP8 k
 import argparse
 from collections.abc import Callable, Sequence
 
-from trustbatch.build.policies import load_policy
+from trustbatch.build.policies import load_model, load_policy
 from trustbatch.build.session import configured_task
 from trustbatch.config import Config, load_config
 from trustbatch.doctor.examine import examine
@@ -58,7 +58,7 @@ def main() -> None:
         ("top_p = 0.9", native, {"top_p": 0.9}),
     ]
     if options.other:
-        other = load_policy(config, options.other)
+        other = load_model(config, options.other)
         rows.append(("another model", lambda _: native(other), {}))
     print("| rollouts | E[r] | 1-ESS | mean abs l | max abs l | the doctor says |")
     print("|---|---|---|---|---|---|")

@@ -209,7 +209,7 @@ def test_what_can_not_be_evaluated_is_refused_before_the_training(
 def test_graders_have_the_limits_of_the_run_and_no_processes_between_evaluations(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    suite = [{"name": f"{ROOT / 'tests' / 'own_task.py'}:Plain"}]
+    suite = [{"name": f"{ROOT / 'tests' / 'support' / 'own_task.py'}:Plain"}]
     config = parse_config(
         {
             "model": {"name": str(tiny_folder), "device": "cpu"},

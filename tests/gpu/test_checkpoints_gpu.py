@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.support import checkpoint_ranks as ranks
 
 from trustbatch.checkpoints.load import newest_checkpoint, restore
+from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.checkpoints.save import Checkpointer
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ def test_state_on_a_gpu_comes_back_bit_for_bit(
         checkpointer = Checkpointer(tmp_path, trainer, keep=2)
         for step in (1, 2):
             ranks.take_step(trainer, step)
-            checkpointer.save(step, [])
+            checkpointer.save(LoopState(step=step))
         saved = ranks.whole_state(trainer)
         ranks.take_step(trainer, 3)  # while the checkpoint is written
         checkpointer.finish()

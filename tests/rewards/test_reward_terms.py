@@ -269,7 +269,7 @@ def test_functions_are_found_by_file_and_by_module(tmp_path: Path) -> None:
     term = build_term("function", {"path": f"{file}:one"})
     term.check(max_tokens=None)
     assert term.grade(sample("a")) == 1.0  # type: ignore[union-attr]
-    term = build_term("function", {"path": "pool_graders:brevity"})
+    term = build_term("function", {"path": "tests.support.pool_graders:brevity"})
     term.check(max_tokens=None)
     assert term.grade(sample("abc")) == 0.25  # type: ignore[union-attr]
     missing = build_term("function", {"path": f"{file}:two"})

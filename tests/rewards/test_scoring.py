@@ -176,7 +176,7 @@ def test_an_episode_out_of_turns_is_not_truncated() -> None:
 
 
 def test_no_term_sees_left_out_completions() -> None:
-    terms = [{"name": "batch_function", "path": "pool_graders:batch_lengths"}]
+    terms = [{"name": "batch_function", "path": "tests.support.pool_graders:batch_lengths"}]
     with scorer_of(Arithmetic(), terms=terms, truncated="leave_out", ungraded="stop") as scorer:
         # this function returns no number for "nan", which would end the run
         (group,) = scorer.score([cut(group_of("a", "nan", "abc"), 1)])
@@ -229,9 +229,13 @@ def test_weighted_parts_add_up() -> None:
         {"name": "math", "weight": 0.5},
         {"name": "format", "boxed": True, "weight": 0.25},
         {"name": "overlong", "buffer": 2},
-        {"name": "function", "path": "pool_graders:brevity", "weight": -1.0},
-        {"name": "function", "path": "pool_graders:with_details", "label": "bonus"},
-        {"name": "batch_function", "path": "pool_graders:batch_lengths", "weight": 0.01},
+        {"name": "function", "path": "tests.support.pool_graders:brevity", "weight": -1.0},
+        {"name": "function", "path": "tests.support.pool_graders:with_details", "label": "bonus"},
+        {
+            "name": "batch_function",
+            "path": "tests.support.pool_graders:batch_lengths",
+            "weight": 0.01,
+        },
     ]
     group = group_of("5", r"\boxed{5}", r"\boxed{6}", answer="5", details={"bonus": 0.125})
     with scorer_of(Arithmetic(), terms=terms, max_tokens=4) as scorer:
@@ -250,7 +254,10 @@ def test_weighted_parts_add_up() -> None:
 
 
 def test_a_part_that_fails_leaves_the_whole_ungraded() -> None:
-    terms = [{"name": "task"}, {"name": "batch_function", "path": "pool_graders:batch_lengths"}]
+    terms = [
+        {"name": "task"},
+        {"name": "batch_function", "path": "tests.support.pool_graders:batch_lengths"},
+    ]
     with scorer_of(Arithmetic(), terms=terms) as scorer:
         (group,) = scorer.score([group_of("5", "nan", answer="5")])
     assert group.grades[0].reward == 2.0
@@ -270,7 +277,11 @@ def test_a_part_that_fails_leaves_the_whole_ungraded() -> None:
     ],
 )
 def test_a_batch_function_fails_for_all(function: str, status: GradeStatus, words: str) -> None:
-    term = {"name": "batch_function", "path": f"pool_graders:{function}", "time_limit": 0.5}
+    term = {
+        "name": "batch_function",
+        "path": f"tests.support.pool_graders:{function}",
+        "time_limit": 0.5,
+    }
     with scorer_of(Arithmetic(), terms=[term]) as scorer:
         (group,) = scorer.score([group_of("a", "b")])
     assert [grade.status for grade in group.grades] == [status] * 2
