@@ -32,7 +32,7 @@ test-long: $(VENV)/.installed-dev
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c 'import vllm'
-	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/rollout/vllm
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/rollout/with_vllm
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests benchmarks examples

@@ -66,7 +66,7 @@ def configure(case: Case, *, model: str, folder: str, steps: int, objective: str
     """Return the configuration of a case."""
     tree: dict[str, Any] = {
         "model": {"name": model},
-        "task": {"name": RandomPrompts.name},
+        "task": {"name": "step_workload:RandomPrompts"},
         "objective": {"name": objective},
         "rollout": {
             "prompts_per_step": case.prompts,

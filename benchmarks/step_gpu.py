@@ -165,7 +165,7 @@ def configure_trustbatch(work: Workload, folder: str) -> Any:
     tree = {
         "seed": SEED,
         "model": {"name": work.model},
-        "task": {"name": RandomPrompts.name},
+        "task": {"name": "step_workload:RandomPrompts"},
         "objective": {"name": "p3o"},
         "rollout": {
             "engine": "native",

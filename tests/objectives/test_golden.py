@@ -351,10 +351,10 @@ def test_a_near_on_policy_float32_step_keeps_a_small_distrust() -> None:
             behavior_top_logp=np.log([[0.25], [0.25]]),
         )
     )
-    distrust = 1 - oracle.normalized_ess(tokens.logp - tokens.behavior_logp)
-    assert distrust == pytest.approx(1e-6, rel=1e-3)
+    kl_weight = 1 - oracle.normalized_ess(tokens.logp - tokens.behavior_logp)
+    assert kl_weight == pytest.approx(1e-6, rel=1e-3)
     loss = run("p3o", tokens, torch.float32, kl="top_k")[1].loss.item()
-    assert loss == pytest.approx(distrust * log(3) / 2, rel=1e-5)
+    assert loss == pytest.approx(kl_weight * log(3) / 2, rel=1e-5)
 
 
 def test_totals_count_tokens_and_sequences() -> None:

@@ -186,7 +186,7 @@ def test_a_dry_run_of_the_scale_says_what_is_made_first(
     shown = capsys.readouterr().out
     assert "28 arms x seeds 0, 1, 2, 3, 4 = 140 runs" in shown
     assert 'name = "derail"' in shown
-    assert "derail-model-0: tiny, made at the start" in shown
+    assert "derail-model-0: a tiny model, made at the start" in shown
     assert list(tmp_path.iterdir()) == []
 
 

@@ -54,7 +54,7 @@ class ClusterSource:
     def __init__(self, session: ClusterSession) -> None:
         self.session = session
         # rank 0 may wait long for a batch, and the others for rank 0
-        self._patient_group = patient_group(session.config.batches_seconds)
+        self._patient_group = patient_group(session.config.checkpoint_timeout)
         self._producer: RolloutProducer | None = None
         self._status: LiveStatus | None = None
 
@@ -94,7 +94,7 @@ class ClusterSource:
         from_rank_zero(None, group=self._patient_group)  # all wait, and then save together
         return state
 
-    def agreed(self, value: bool) -> bool:
+    def broadcast(self, value: bool) -> bool:
         """Return rank 0's value on every rank."""
         return from_rank_zero(value, group=self._patient_group)
 

@@ -8,7 +8,7 @@ from trustbatch.config.tree import Config
 from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import RunFolder
 
-DIVISION_OF_WORK = ("training.micro_batch_tokens", "training.share_prompts")
+MICRO_BATCHING_KEYS = ("training.micro_batch_tokens", "training.share_prompts")
 """keys that may change too, unless the objective measures its trust per micro-batch"""
 
 
@@ -25,7 +25,7 @@ def check_resumable(config: Config, run: RunFolder) -> None:
     now = _flatten(config.to_dict())
     may_change = [*Config.changeable_keys()]
     if config.objective.options.get("ess_scope") != "micro_batch":
-        may_change += DIVISION_OF_WORK
+        may_change += MICRO_BATCHING_KEYS
     changed = sorted(
         key
         for key in before.keys() | now.keys()

@@ -131,7 +131,7 @@ class Config(Table):
         return self.policy_temperature if self.objective.build().needs_anchor else None
 
     def version_for(self, batch: int) -> int:
-        """Return which version samples a batch (from 1): the oldest that its last use allows.
+        """Return the version that samples a batch (from 1): the oldest within `max_lag`.
 
         Groups that dynamic sampling kept from the previous batch are older, and count too.
         """
@@ -141,7 +141,7 @@ class Config(Table):
         return max(0, batch * self.cluster.reuse - 1 - lag)
 
     @property
-    def batch_seconds(self) -> float:
+    def batch_timeout(self) -> float:
         """Deadline of a batch, with all its sampling rounds and restarts of dead processes."""
         assert self.cluster is not None
         num_rounds = self.rollout.max_sampling_rounds if self.rollout.dynamic_sampling else 1
@@ -149,10 +149,10 @@ class Config(Table):
         return num_rounds * (self.cluster.max_restarts + 1) * (seconds + self.cluster.grade_seconds)
 
     @property
-    def batches_seconds(self) -> float:
+    def checkpoint_timeout(self) -> float:
         """Deadline of all batches that older versions may still sample when a checkpoint is due."""
         assert self.cluster is not None
-        return self.batch_seconds * (self.cluster.max_lag + 1)
+        return self.batch_timeout * (self.cluster.max_lag + 1)
 
     @property
     def updates_per_canary(self) -> int:

@@ -94,7 +94,7 @@ class RolloutProducer:
         with self._changed:
             self._await(
                 lambda: bool(self.state.pending),
-                self.config.batch_seconds,
+                self.config.batch_timeout,
                 "trainer_waits_for",
                 f"batch {number} from version {self.config.version_for(number)}",
                 "cluster.generate_seconds",
@@ -115,7 +115,7 @@ class RolloutProducer:
         with self._changed:
             self._await(
                 lambda: self.num_produced >= number,
-                self.config.batches_seconds,
+                self.config.checkpoint_timeout,
                 "trainer_waits_for",
                 f"batch {number}, without which a checkpoint would not be complete,",
                 "cluster.generate_seconds",

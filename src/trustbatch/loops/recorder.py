@@ -36,7 +36,7 @@ class Recorder:
         if step % config.run.rollouts_every == 0 or step == 1 or is_last:
             session.run.write_rollouts(step, batch.groups, advantages)
         # asked of rank 0 alone: ranks may be asked at different moments
-        self.is_stopping = not is_last and self.source.agreed(session.is_asked_to_stop())
+        self.is_stopping = not is_last and self.source.broadcast(session.is_asked_to_stop())
         if step % config.run.checkpoint_every == 0 or is_last or self.is_stopping:
             session.checkpointer.save(self.source.checkpoint_state())
         session.checkpointer.raise_failure()

@@ -30,7 +30,7 @@ class BatchSource(Protocol):
         """Return what a checkpoint of this moment must hold."""
         ...
 
-    def agreed(self, value: bool) -> bool:
+    def broadcast(self, value: bool) -> bool:
         """Return rank 0's value on every rank. Collective."""
         ...
 
@@ -97,7 +97,7 @@ class SyncSource:
         """Return the state as it is: nothing is being generated meanwhile."""
         return self.session.state
 
-    def agreed(self, value: bool) -> bool:
+    def broadcast(self, value: bool) -> bool:
         """Return rank 0's value on every rank."""
         return from_rank_zero(value)
 

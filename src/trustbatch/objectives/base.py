@@ -97,7 +97,7 @@ class Objective(ABC):
     needs_proximal: ClassVar[bool] = False
     """whether TokenBatch.proximal_logp must be given"""
     clips_behavior_ratio: ClassVar[ClipKind | None] = None
-    """how it drops the gradient where r is already far from 1 in the direction of A, if it does"""
+    """how it zeroes the gradient of tokens whose ratio is already far from 1, if it clips"""
 
     def __post_init__(self) -> None:
         require_number("entropy_coef", self.entropy_coef)
@@ -114,7 +114,7 @@ class Objective(ABC):
         return False
 
     def resolved(self, *, has_top_logp: bool) -> "Objective":
-        """Return the objective with options "auto" replaced: whether there are [T, K] fields."""
+        """Return the objective with "auto" options replaced by what the [T, K] fields allow."""
         return self
 
     @property
@@ -181,16 +181,16 @@ class Objective(ABC):
         """Return the policy loss of measurable tokens, divided by the step's totals."""
 
     def _measurable(self, batch: TokenBatch) -> TokenBatch:
-        anchors: list[Tensor | None] = []
+        compared: list[Tensor | None] = []
         if self.needs_proximal:
-            anchors.append(require(batch.proximal_logp, "proximal_logp", type(self).__name__))
+            compared.append(require(batch.proximal_logp, "proximal_logp", type(self).__name__))
         if self.reference_kl_coef:
-            anchors.append(batch.reference_logp)
+            compared.append(batch.reference_logp)
         if self.needs_top_logp:
-            anchors.append(batch.behavior_top_logp)
+            compared.append(batch.behavior_top_logp)
         if self.needs_anchor:
-            anchors += [batch.anchor_logp, batch.anchor_top_logp]
-        return batch.select(batch.measurable(*anchors))
+            compared += [batch.anchor_logp, batch.anchor_top_logp]
+        return batch.select(batch.measurable(*compared))
 
     @staticmethod
     def _common_metrics(batch: TokenBatch, tokens: TokenBatch, loss: Tensor) -> Metrics:

@@ -90,9 +90,9 @@ class P3O(Objective):
         """Return (1/N) sum [ -sg(min(r, e)) A logp + (1 - e) KL ]."""
         ratio = bounded(tokens.logp.detach() - tokens.behavior_logp).exp()
         # 1 - e is taken in float64: near the on-policy limit it is far below float32's resolution
-        cap, distrust = ess.to(ratio.dtype), (1.0 - ess).to(ratio.dtype)
+        cap, kl_weight = ess.to(ratio.dtype), (1.0 - ess).to(ratio.dtype)
         score = -ratio.clamp(max=cap) * tokens.advantage * tokens.logp
-        loss = totals.per_token(score + distrust * kl)
+        loss = totals.per_token(score + kl_weight * kl)
         return loss, {
             "kl/penalty": Mean.of(kl),
             # on-policy, cap and ratios are 1 up to rounding, which does not count as capped

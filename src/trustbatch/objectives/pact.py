@@ -81,7 +81,7 @@ class PACT(Objective):
         """Squared advantages of sequences, and the sums that measure the drift from the anchor."""
         anchor = self._anchor(tokens)
         policy = bounded((tokens.logp.detach() - tokens.behavior_logp).double())
-        trusted = bounded((anchor - tokens.behavior_logp).double())
+        anchored = bounded((anchor - tokens.behavior_logp).double())
         ids, index = torch.unique(tokens.sequence, return_inverse=True)
         zeros = torch.zeros(len(ids), dtype=torch.float64, device=policy.device)
         length = zeros.index_add(0, index, torch.ones_like(policy))
@@ -89,8 +89,8 @@ class PACT(Objective):
         return {
             "advantage_squares": squares.sum(),
             "policy_mass": policy.exp().sum(),
-            "proximal_mass": trusted.exp().sum(),
-            "second_moment": (2 * policy - trusted).exp().sum(),
+            "anchor_mass": anchored.exp().sum(),
+            "second_moment": (2 * policy - anchored).exp().sum(),
         }
 
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
@@ -98,19 +98,19 @@ class PACT(Objective):
         ratio = bounded(tokens.logp.detach() - tokens.behavior_logp).exp()
         ess = _ess_of_source(tokens, totals)
         # 1 - e is taken in float64, as in P3O
-        cap, distrust = ess.to(ratio.dtype), (1.0 - ess).to(ratio.dtype)
+        cap, kl_weight = ess.to(ratio.dtype), (1.0 - ess).to(ratio.dtype)
         pull = self._pull(totals).to(ratio.dtype)
-        kl = kl_to(self.kl, tokens, *self._trusted(tokens))
+        kl = kl_to(self.kl, tokens, *self._anchor_logps(tokens))
         score = -torch.minimum(ratio, cap) * tokens.advantage * tokens.logp
         loss = score + pull * kl
         if self.anchor == "both":
-            loss = loss + distrust * kl_to(self.kl, tokens, *model_anchor(self.kl, tokens))
+            loss = loss + kl_weight * kl_to(self.kl, tokens, *model_anchor(self.kl, tokens))
         return totals.per_token(loss), {
             "kl/penalty": Mean.of(kl),
             "ratio/capped_fraction": Mean.of((ratio > cap * (1.0 + 1e-5)).float()),
             "weight/cap": Mean.of(ess),
             "pull/strength": Mean.of(pull.expand(ratio.shape)),
-            "pull/sequences": Mean.of(_num_trusted(totals).expand(ratio.shape)),
+            "pull/sequences": Mean.of(_effective_sequences(totals).expand(ratio.shape)),
             "pull/ess": Mean.of(_proximal_ess(totals).expand(ratio.shape)),
             "pull/support": Mean.of(_support(totals).expand(ratio.shape)),
         }
@@ -120,7 +120,7 @@ class PACT(Objective):
             return tokens.behavior_logp if tokens.anchor_logp is None else tokens.anchor_logp
         return require(tokens.proximal_logp, "proximal_logp", "pact").detach()
 
-    def _trusted(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
+    def _anchor_logps(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
         if self.anchor == "model":
             return model_anchor(self.kl, tokens)
         if not self.needs_top_logp:
@@ -135,22 +135,22 @@ class PACT(Objective):
         deviation = (totals.sums["advantage_squares"] / sequences).sqrt()
         if self.pull == "deviation":
             return deviation
-        return deviation * _num_trusted(totals).clamp(min=1.0).rsqrt()
+        return deviation * _effective_sequences(totals).clamp(min=1.0).rsqrt()
 
 
 def _proximal_ess(totals: Totals) -> Tensor:
     """Return e_prox on the data, E[pi / pi_b]^2 / (E[prox / pi_b] E[pi^2 / (prox pi_b)])."""
-    squares = totals.sums["proximal_mass"] * totals.sums["second_moment"]
+    squares = totals.sums["anchor_mass"] * totals.sums["second_moment"]
     return (totals.sums["policy_mass"].square() / squares.clamp(min=TINY)).clamp(max=1.0)
 
 
 def _support(totals: Totals) -> Tensor:
     """Return s: e does not show mass that leaves the support, since all ratios fall alike."""
-    mass = totals.sums["policy_mass"] / totals.sums["proximal_mass"].clamp(min=TINY)
+    mass = totals.sums["policy_mass"] / totals.sums["anchor_mass"].clamp(min=TINY)
     return mass.clamp(max=1.0)
 
 
-def _num_trusted(totals: Totals) -> Tensor:
+def _effective_sequences(totals: Totals) -> Tensor:
     """Return n_eff: the effective number of sequences of the batch under the current policy."""
     sequences = totals.num_sequences.clamp(min=1.0)
     per_token = _proximal_ess(totals) * _support(totals)

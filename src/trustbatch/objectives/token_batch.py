@@ -87,15 +87,15 @@ class TokenBatch:
         }
         return TokenBatch(**picked)
 
-    def measurable(self, *anchors: Tensor | None) -> Tensor:
-        """[T] bool: tokens at which the policy can be compared with the behavior and all anchors.
+    def measurable(self, *others: Tensor | None) -> Tensor:
+        """[T] bool: tokens whose log-prob is comparable with the behavior policy's and all others.
 
-        Log-ratios must be finite; an anchor [T, K] may contain -inf: outside its support.
+        Log-ratios must be finite; log-probs [T, K] may contain -inf: outside of the support.
         """
         finite = torch.isfinite(self.logp.detach() - self.behavior_logp)
-        for anchor in anchors:
-            if anchor is not None and anchor.dim() == 1:
-                finite = finite & torch.isfinite(anchor)
-            elif anchor is not None:
-                finite = finite & ~anchor.isnan().any(dim=-1)
+        for other in others:
+            if other is not None and other.dim() == 1:
+                finite = finite & torch.isfinite(other)
+            elif other is not None:
+                finite = finite & ~other.isnan().any(dim=-1)
         return finite

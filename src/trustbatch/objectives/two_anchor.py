@@ -35,9 +35,9 @@ class TwoAnchor(P3O):
         dtype = tokens.logp.dtype
         ess_behavior = effective_sample_size(moments["behavior"])
         ess_proximal = effective_sample_size(moments["proximal"])
-        distrust = (1.0 - ess_behavior) + (1.0 - ess_proximal)
+        kl_weight = (1.0 - ess_behavior) + (1.0 - ess_proximal)
         # if both are 0 the share is arbitrary, since the KL is multiplied by 0
-        share = torch.where(distrust > 0, (1.0 - ess_behavior) / distrust.clamp(min=1e-300), 1.0)
+        share = torch.where(kl_weight > 0, (1.0 - ess_behavior) / kl_weight.clamp(min=1e-300), 1.0)
         proximal = require(tokens.proximal_logp, "proximal_logp", "two_anchor").detach()
         sampled_by, sampled_by_top = self.anchor_of(tokens)
         mixture = log_mixture(share.to(dtype), sampled_by, proximal)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.rollout.vllm.test_vllm_engine import (
+from tests.rollout.with_vllm.test_vllm_engine import (
     LONG_PROMPT,
     SMALL,
     ask,
