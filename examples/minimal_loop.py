@@ -7,7 +7,7 @@ The functions below are the stages of a training step, in the order of the data:
     prompts -> completions with log-probs -> rewards -> advantages
             -> TokenBatch -> loss with ESS -> update -> publish
 
-Only pure parts of the package are used: its types, a task, the advantages and the objective.
+Only pure parts of the package are used: types, task, advantages, batching, objective, tiny model.
 Generation and the forward pass are written out in plain PyTorch; the framework has faster ones
 (`rollout/native`, `rollout/vllm`, `training/logprobs.py`) with the same meaning.
 """
@@ -65,17 +65,20 @@ def generate(
     """Sample a group of completions per prompt, and record the log-prob of every token.
 
     `behavior_logp` is that of the distribution which the token was really sampled from, after the
-    temperature: the policy ratio is measured against it.
+    temperature: the policy ratio is measured against it. `anchor_logp` is the model's own, before
+    the temperature: the KL pulls to it. A pull to the tempered distribution would flatten the
+    policy a little with every batch, until it collapses.
     """
     prompt_ids = [tuple(tokenizer.encode(prompt.text)) for prompt in prompts]
     assert len({len(ids) for ids in prompt_ids}) == 1, "this file pads no prompts"
     tokens = torch.tensor(prompt_ids).repeat_interleave(SAMPLES_PER_PROMPT, dim=0)  # [B, prompt]
-    logps: list[Tensor] = []
+    logps: list[Tensor] = []  # of the sampler, and of the model
     for _ in range(MAX_TOKENS):  # no cache of keys and values: the texts are ten tokens long
-        logits = sampler(input_ids=tokens).logits[:, -1] / SAMPLING_TEMPERATURE  # [B, V]
-        distribution = logits.log_softmax(dim=-1)
+        logits = sampler(input_ids=tokens).logits[:, -1]  # [B, V]
+        distribution = (logits / SAMPLING_TEMPERATURE).log_softmax(dim=-1)
         token = torch.multinomial(distribution.exp(), 1, generator=generator)  # [B, 1]
-        logps.append(distribution.gather(1, token))
+        both = torch.stack([distribution, logits.log_softmax(dim=-1)], dim=1)  # [B, 2, V]
+        logps.append(both.gather(2, token[:, None].expand(-1, 2, -1)))
         tokens = torch.cat([tokens, token], dim=1)
     responses = tokens[:, len(prompt_ids[0]) :]  # [B, MAX_TOKENS]
     provenance = Provenance(
@@ -92,7 +95,7 @@ def generate(
         to_completion(
             tokenizer, prompts[row // SAMPLES_PER_PROMPT], row, response, logp, provenance
         )
-        for row, (response, logp) in enumerate(zip(responses, torch.cat(logps, dim=1), strict=True))
+        for row, (response, logp) in enumerate(zip(responses, torch.cat(logps, dim=2), strict=True))
     ]
     return [
         RolloutGroup(
@@ -105,12 +108,7 @@ def generate(
 
 
 def to_completion(
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    row: int,
-    response: Tensor,
-    logp: Tensor,
-    provenance: Provenance,
+    tokenizer: Tokenizer, prompt: Prompt, row: int, response: Tensor, logp: Tensor, who: Provenance
 ) -> Completion:
     """Cut a sampled row after its first stop token, which stays a part of the completion."""
     ids = response.tolist()
@@ -120,11 +118,12 @@ def to_completion(
         prompt_id=prompt.id,
         sample=row % SAMPLES_PER_PROMPT,
         token_ids=response[:length],
-        behavior_logp=logp[:length],
+        behavior_logp=logp[0, :length],
+        anchor_logp=logp[1, :length],
         top_token_ids=None,
         behavior_top_logp=None,
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
-        provenance=provenance,
+        provenance=who,
         text=str(tokenizer.decode(response[:length], skip_special_tokens=True)),
     )
 
@@ -172,7 +171,8 @@ def to_token_batch(policy: PreTrainedModel, sequences: Sequence[TrainSequence]) 
     advantages = torch.tensor([sequence.advantage for sequence in sequences])
     return TokenBatch(
         logp=policy_logp(policy, sequences),  # [T] carries the gradient
-        behavior_logp=torch.cat([sequence.completion.behavior_logp for sequence in sequences]),
+        behavior_logp=torch.cat([s.completion.behavior_logp for s in sequences]),
+        anchor_logp=torch.cat([s.completion.anchor_logp for s in sequences]),
         advantage=advantages.repeat_interleave(lengths),  # every token has its sequence's
         sequence=torch.arange(len(sequences)).repeat_interleave(lengths),
     )
@@ -212,7 +212,7 @@ def train(folder: Path, *, num_steps: int, seed: int = 0) -> list[dict[str, floa
     policy = AutoModelForCausalLM.from_pretrained(folder)  # is trained
     sampler = copy.deepcopy(policy)  # generates; publishing gives it the policy's weights
     task = Arithmetic(seed=seed, level=2)
-    objective = build_objective("p3o", kl="importance", anchor="sampler")
+    objective = build_objective("p3o", kl="importance")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     version, history = 0, []

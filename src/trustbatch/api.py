@@ -100,7 +100,7 @@ def _train(
         session = build_session(config, task)
     if is_asked_to_stop is not None:
         session.is_asked_to_stop = is_asked_to_stop
-    # rank 0 speaks for all
+    # rank 0 prints for all ranks
     stream = sys.stderr if this_rank() == 0 else io.StringIO()
     _announce(session, LiveLine(stream))
     progress = Progress(

@@ -245,7 +245,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.utils.terminal import LiveLine
 
     if int(os.environ.get("RANK", "0")) > 0:
-        return 0  # under torchrun the first process speaks for all
+        return 0  # under torchrun rank 0 prints
     config = load_config(options.config, overrides)
     suite = configured_suite(config.evaluation)
     task = without_overlap(configured_task(config), [each.task for each in suite])
@@ -289,7 +289,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(options.config, overrides)
     result = train_config(config)
     if int(os.environ.get("RANK", "0")) > 0:
-        return 0  # under torchrun the first process speaks for all
+        return 0  # under torchrun rank 0 prints
     report = write_report([result.folder], result.folder / "report.html")
     console.print(f"Model   {result.checkpoint}", markup=False, highlight=False)
     console.print(f"Report  {report}", markup=False, highlight=False)

@@ -202,7 +202,7 @@ class Grade:
     """The grade of one completion."""
 
     reward: float
-    """NaN unless the status is GRADED"""
+    """NaN unless it was graded, or reward.ungraded is a number"""
     status: GradeStatus = GradeStatus.GRADED
     reason: str = ""
     """why it was not graded"""

@@ -18,7 +18,7 @@ Train = Callable[[Config, Task | None, IsAskedToStop | None], Result]
 def train_on_cluster(
     config: Config, task: Task | None, train: Train[Result], is_asked_to_stop: IsAskedToStop | None
 ) -> Result:
-    """Call `train` where the configuration says, with Ray at hand."""
+    """Call `train` where the configuration says, with Ray running."""
     assert config.cluster is not None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(

@@ -55,7 +55,7 @@ class SyncSource:
 
     With `rollout.lag` = L, the batch trained at version v was sampled by version v - L (by version
     0 in the first L steps): batches wait in `state.pending`, as they would between two machines
-    that work side by side.
+    that work side by side. Groups that dynamic sampling left over are one version older.
     """
 
     def __init__(self, session: Session) -> None:

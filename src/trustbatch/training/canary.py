@@ -64,7 +64,7 @@ WIDEST = TOLERANCES["fp8"]
 
 
 class Canary:
-    """Compares engine and trainer on the same few prompts after each weight update."""
+    """Compares engine and trainer on the same few prompts after every n-th weight update."""
 
     def __init__(
         self,
