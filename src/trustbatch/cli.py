@@ -279,6 +279,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.api import train_config
     from trustbatch.config import load_config
     from trustbatch.observe.report import write_report
+    from trustbatch.utils.signals import StopSignals
 
     if options.gpus is not None or options.gpu_memory is not None:
         raise ConfigError(
@@ -287,13 +288,18 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
         )
     console = Console(soft_wrap=True)
     config = load_config(options.config, overrides)
-    result = train_config(config)
+    with StopSignals() as signals:
+        result = train_config(config, is_asked_to_stop=signals.is_asked)
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # under torchrun rank 0 prints
     report = write_report([result.folder], result.folder / "report.html")
     console.print(f"Model   {result.checkpoint}", markup=False, highlight=False)
     console.print(f"Report  {report}", markup=False, highlight=False)
-    return 0
+    step = result.metrics[-1]["step"]
+    if signals.received is None or step == config.training.steps:
+        return 0
+    console.print(f"Stopped after step {step}: the same command continues the run.")
+    return 128 + signals.received
 
 
 def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:

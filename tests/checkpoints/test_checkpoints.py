@@ -383,3 +383,15 @@ def test_a_long_wait_is_visible(
     monkeypatch.setattr("trustbatch.checkpoints.save.SECONDS_BETWEEN_LINES", 0.01)
     checkpointer.finish()
     assert "Waiting for checkpoint step-1: writing (0 s)" in capsys.readouterr().err
+
+
+def test_files_have_the_mode_of_the_umask(tiny_folder: Path, tmp_path: Path) -> None:
+    """Others of a group may evaluate a checkpoint; safetensors alone would keep them out."""
+    (tmp_path / "plain").touch()
+    checkpointer = Checkpointer(tmp_path, ranks.make_trainer(tiny_folder), keep=1)
+    checkpointer.save(LoopState(step=1))
+    checkpointer.finish()
+    files = [path for path in (tmp_path / "step-1").rglob("*") if path.is_file()]
+    assert sum(path.suffix == ".safetensors" for path in files) >= 2
+    modes = {oct(path.stat().st_mode & 0o777) for path in files}
+    assert modes == {oct((tmp_path / "plain").stat().st_mode & 0o777)}

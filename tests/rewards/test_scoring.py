@@ -64,8 +64,31 @@ def test_grader_failures_are_not_rewards() -> None:
         "graded", "failed", "failed", "failed", "failed", "timed_out", "out_of_memory", "failed",
     ]  # fmt: skip
     assert [math.isnan(grade.reward) for grade in group.grades] == [False, *[True] * 7]
-    assert "task returned nan, which is not a finite number" in group.grades[2].reason
+    assert "task returned nan, which is not a number from -1e12 to 1e12" in group.grades[2].reason
     assert "task returned '1'" in group.grades[4].reason
+
+
+def test_a_reward_that_no_batch_could_average_is_refused() -> None:
+    with scorer_of(Odd(), terms=[{"name": "task"}]) as scorer:
+        (group,) = scorer.score([group_of("ok", "1e308")])
+    assert [grade.status.value for grade in group.grades] == ["graded", "failed"]
+    assert "returned 1e+308, which is not a number from -1e12 to 1e12" in group.grades[1].reason
+    terms = [{"name": "task", "weight": 1e13}]
+    with scorer_of(Odd(), terms=terms) as scorer:
+        (group,) = scorer.score([group_of("ok", "ok")])
+    assert "the weighted sum" in group.grades[0].reason
+
+
+class Interrupted(Odd):
+    grades_in_process = True
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_gets_through_a_grader_in_this_process() -> None:
+    with scorer_of(Interrupted()) as scorer, pytest.raises(KeyboardInterrupt):
+        scorer.score([group_of("ok", "ok")])
 
 
 def test_ungraded_completions_are_left_out_of_statistics_and_batch() -> None:

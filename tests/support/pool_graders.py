@@ -48,7 +48,7 @@ class Odd:
         return Prompt(id=str(index), text="", answer="")
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        if completion in ("nan", "inf"):
+        if completion in ("nan", "inf", "1e308"):
             return float(completion)
         if completion == "text":
             return "1"  # type: ignore[return-value]

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from trustbatch.utils.chunks import chunks_by_size
 from trustbatch.utils.distributed import num_ranks, this_rank
+from trustbatch.utils.files import apply_umask
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def write_shards(shards: Sequence[Shard], folder: Path, *, max_bytes: int) -> It
                 "DCP_SHARDING_INFO": json.dumps(offsets),
             },
         )
+        apply_umask(path)
         yield path
 
 

@@ -24,6 +24,7 @@ from trustbatch.models.tokenization import (
 )
 from trustbatch.types import Prompt
 from trustbatch.utils.distributed import full_tensor
+from trustbatch.utils.files import apply_umask
 
 ADAPTER_FOLDER = "adapter"
 """subfolder of a saved model: beside the weights, loaders would mistake the model for an adapter"""
@@ -220,6 +221,7 @@ class Policy:
                 self.adapters.save(folder / ADAPTER_FOLDER, adapters)
             self.model.save_pretrained(folder, state_dict=weights, max_shard_size=max_file_bytes)
             self.tokenizer.save_pretrained(folder)
+        apply_umask(folder)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Tokenize a prompt, through the chat template where the tokenizer has one."""

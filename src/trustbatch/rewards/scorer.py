@@ -27,6 +27,7 @@ from trustbatch.rewards.terms import (
     Sample,
     TaskTerm,
     Term,
+    is_finite,
 )
 from trustbatch.rewards.worker import Outcome, describe, run_grader
 from trustbatch.tasks.base import Task
@@ -198,7 +199,7 @@ class Scorer:
                 return self._ungraded(outcome.status, outcome.reason)
         parts = {label: value for outcome in row for label, value in outcome.value.items()}
         reward = sum(weighted.weight * parts[weighted.label] for weighted in self._terms)
-        if not math.isfinite(reward):
+        if not is_finite(reward):
             return self._ungraded(GradeStatus.FAILED, f"the weighted sum of {parts} is {reward}")
         return Grade(reward=reward, parts=parts if self.reward.terms else {})
 

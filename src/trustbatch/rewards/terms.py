@@ -5,7 +5,6 @@ grading processes, so it must be picklable and must not import torch.
 """
 
 import inspect
-import math
 import numbers
 import os
 import re
@@ -25,6 +24,9 @@ from trustbatch.tasks.base import grade_completion
 from trustbatch.types import GradeStatus, Prompt, Turn
 from trustbatch.utils.imports import check_object_path, load_object
 from trustbatch.utils.options import check_options, find_entry
+
+LARGEST_REWARD = 1e12
+"""beyond it, a mean or a standard deviation over a batch would lose the other rewards"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,9 +332,9 @@ def _takes_details(function: Callable[..., Any]) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether something is a finite number."""
+    """Whether something is a finite number, of a size that can be averaged and squared."""
     try:
-        return isinstance(value, numbers.Real) and math.isfinite(value)
+        return isinstance(value, numbers.Real) and abs(float(value)) <= LARGEST_REWARD
     except OverflowError:  # an integer that is too large for a float
         return False
 
@@ -340,7 +342,9 @@ def is_finite(value: Any) -> bool:
 def _finite(label: str, value: Any) -> float:
     """Return a finite number, and refuse anything else."""
     if not is_finite(value):
-        raise ValueError(f"{label} returned {repr(value)[:80]}, which is not a finite number")
+        raise ValueError(
+            f"{label} returned {repr(value)[:80]}, which is not a number from -1e12 to 1e12"
+        )
     return float(value)
 
 

@@ -44,14 +44,14 @@ class WorkerSetup:
 
 
 def run_grader(grade: Callable[[Any], Any], item: Any) -> Outcome:
-    """Call a grader, and turn any exception into an outcome."""
+    """Call a grader, and turn any exception into an outcome; an interrupt gets through."""
     try:
         return Outcome(GradeStatus.GRADED, grade(item))
     except MemoryError:
         return Outcome(GradeStatus.OUT_OF_MEMORY, reason="it asked for more memory than allowed")
     except RecursionError:
         return Outcome(GradeStatus.FAILED, reason="RecursionError: it called itself too deeply")
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's code may raise anything
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
         return Outcome(GradeStatus.FAILED, reason=describe(error))
 
 
@@ -78,6 +78,8 @@ def main() -> None:
     if not isinstance(setup, WorkerSetup):
         return
     _exit_with_parent(setup.parent)
+    # Ctrl-C reaches all processes of a terminal: the run decides what it means
+    signal.signal(signal.SIGINT, lambda *_: None)
     sys.path[:] = setup.path
     try:
         grade = pickle.loads(setup.grade)

@@ -11,12 +11,25 @@ try:
 except ImportError:  # not a POSIX system: folders are not locked there
     fcntl = None
 
+_UMASK = os.umask(0o077)  # it can be read only by setting it: here, before there are threads
+os.umask(_UMASK)
+
 
 def write_atomically(file: Path, text: str) -> None:
     """Replace a file in one operation: a kill leaves the old content or the new, never a part."""
     partial = file.with_name(f".{file.name}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(file)
+
+
+def apply_umask(path: Path) -> None:
+    """Give a file, or all files below a folder, the permissions that new files have.
+
+    safetensors makes files that only their owner can read.
+    """
+    files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+    for file in files:
+        file.chmod(0o666 & ~_UMASK)
 
 
 def fsync(path: Path) -> None:

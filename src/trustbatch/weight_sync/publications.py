@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trustbatch.errors import EngineError
+from trustbatch.utils.files import apply_umask
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class DiskPublisher:
             self.folder.mkdir(parents=True, exist_ok=True)
             # copies, because safetensors can't store tied tensors, which share memory
             save_file({name: each.detach().cpu().clone() for name, each in weights}, partial)
+            apply_umask(partial)
             partial.replace(final)
         except OSError as error:
             raise EngineError(

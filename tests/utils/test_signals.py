@@ -1,0 +1,100 @@
+"""Ctrl-C and SIGTERM: the step is finished and saved; a second one ends the run at once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trustbatch.config import parse_config
+from trustbatch.observe.run_folder import read_metrics
+from trustbatch.utils.signals import StopSignals
+
+STEPS = 200
+
+
+def command(model: Path, folder: Path, steps: int = STEPS) -> list[str]:
+    tree = {
+        "model": {"name": str(model), "device": "cpu"},
+        "task": {"name": "arithmetic"},
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 3},
+        "training": {"steps": steps, "schedule": "constant", "warmup_fraction": 0.0},
+        "run": {"folder": str(folder), "checkpoint_every": 1000},
+    }
+    file = folder / "config.toml"
+    file.write_text(parse_config(tree).to_toml())
+    return [sys.executable, "-m", "trustbatch", "train", str(file)]
+
+
+def start(arguments: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(run: Path, step: int, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 120
+    while len(read_metrics(run)) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"step {step} is not reached"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_step_is_finished_and_saved(tiny_folder: Path, tmp_path: Path, number: int) -> None:
+    run = tmp_path / "run"
+    process = start(command(tiny_folder, tmp_path))
+    wait_for_step(run, 2, process)
+    process.send_signal(number)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, errors
+    assert "Stopping after this step, with a checkpoint; press Ctrl-C again" in errors
+    step = read_metrics(run)[-1]["step"]
+    assert 2 <= step < STEPS
+    assert f"Stopped after step {step}: the same command continues the run." in printed
+    assert (run / "checkpoints" / f"step-{step}").is_dir()
+    assert json.loads((run / "status.json").read_text())["state"] == "stopped"
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_at_once(tiny_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start([sys.executable, "-c", SLOW, *command(tiny_folder, tmp_path)[-1:]])
+    wait_for_step(run, 1, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert not list((run / "checkpoints").glob("step-*"))
+
+
+SLOW = """
+import sys, time
+from trustbatch.cli import main
+from trustbatch.training.trainer import Trainer
+train, count = Trainer.train, iter(range(100))
+def slow(*args, **kwargs):
+    if next(count):
+        time.sleep(60)
+    return train(*args, **kwargs)
+Trainer.train = slow
+sys.exit(main(["train", sys.argv[1]]))
+"""
+
+
+def test_a_signal_before_the_first_step_interrupts(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopSignals() as signals:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+    with StopSignals() as signals:
+        assert not signals.is_asked()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.is_asked()
+    assert "Stopping after this step" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
