@@ -209,8 +209,8 @@ def test_group_of_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_checkpoint_of_another_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", config]) == 0
     capsys.readouterr()
-    message = error_of(capsys, "train", config, "--training.steps=3")
-    assert "holds a run with another configuration (training.steps was 2, now 3)" in message
+    message = error_of(capsys, "train", config, "--training.steps=1")
+    assert "holds a run with another configuration (training.steps was 2, now 1)" in message
     assert "choose another name or folder for this run" in message
 
 

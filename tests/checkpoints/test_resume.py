@@ -153,6 +153,23 @@ def test_a_finished_run_is_not_trained_again(tiny_folder: Path, tmp_path: Path) 
     assert len(again.metrics) == 4
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_more_steps_extend_a_run(tiny_folder: Path, tmp_path: Path, lag: int) -> None:
+    constant = {"schedule": "constant", "warmup_fraction": 0.0}
+    settings: dict[str, Any] = {"rollout": {"lag": lag}, "training": constant}
+    small_run(tiny_folder, tmp_path / "extended", **settings)
+    settings["training"] = {**constant, "steps": 7}
+    extended = small_run(tiny_folder, tmp_path / "extended", **settings)
+    assert [line["step"] for line in extended.metrics] == [1, 2, 3, 4, 5, 6, 7]
+    whole = small_run(tiny_folder, tmp_path / "whole", **settings)
+    # with a lag the queue of batches has run empty at the old end, and fills again
+    same = 7 if lag == 0 else 4
+    assert comparable(extended.folder)[:same] == comparable(whole.folder)[:same]
+    settings["training"] = {**constant, "steps": 5}
+    with pytest.raises(ConfigError, match=r"training.steps was 7, now 5"):
+        small_run(tiny_folder, tmp_path / "extended", **settings)
+
+
 def test_another_configuration_in_the_same_folder_is_refused(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

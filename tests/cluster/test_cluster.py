@@ -216,6 +216,18 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_numbers(
     assert_same(run(tiny_folder, tmp_path / "async", **settings), expected)
 
 
+@pytest.mark.slow
+def test_more_steps_extend_a_run_whose_older_versions_are_gone(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    cluster = {"engines": 1, "reward_workers": 0, "max_lag": 2}
+    for steps in (2, 5):
+        settings = {"training": {"steps": steps, "learning_rate": 1e-3}, "cluster": cluster}
+        result = run(tiny_folder, tmp_path, **settings)
+    assert [line["step"] for line in result.metrics] == [1, 2, 3, 4, 5]
+    assert [line["rollout/lag_max"] for line in result.metrics] == [0, 1, 0, 1, 2]
+
+
 def assert_stopped(result: trustbatch.RunResult, *, step: int) -> None:
     """See that a run has ended after a step with a checkpoint, though none was due."""
     assert (result.metrics[-1]["step"], result.checkpoint.name) == (step, f"step-{step}")

@@ -8,6 +8,7 @@ from trustbatch.config.tree import Config
 from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import RunFolder
 
+STEPS = "training.steps"
 MICRO_BATCHING_KEYS = ("training.micro_batch_tokens", "training.share_prompts")
 """keys that may change too, unless the objective measures its trust per micro-batch"""
 
@@ -26,6 +27,8 @@ def check_resumable(config: Config, run: RunFolder) -> None:
     may_change = [*Config.changeable_keys()]
     if config.objective.options.get("ess_scope") != "micro_batch":
         may_change += MICRO_BATCHING_KEYS
+    if now[STEPS] > before[STEPS]:
+        may_change.append(STEPS)  # the run is extended
     changed = sorted(
         key
         for key in before.keys() | now.keys()

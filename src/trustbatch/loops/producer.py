@@ -74,6 +74,8 @@ class RolloutProducer:
         self._generator = generator
         self._engines = engines
         self._version = state.step
+        # older versions are gone; an extended run would otherwise ask for them
+        self._oldest_version = state.step
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closing = False
@@ -133,6 +135,7 @@ class RolloutProducer:
         try:
             while self.num_produced < self.num_batches:
                 version = self.config.version_for(self.num_produced + 1)
+                version = max(version, self._oldest_version)
                 with self._changed:
                     self._await(
                         lambda version=version: self._closing or self._version >= version,
