@@ -1,6 +1,7 @@
 """The terms that rewards are made of."""
 
 import json
+import socket
 import sys
 import threading
 import time
@@ -196,6 +197,47 @@ def test_requests_to_a_busy_server_are_retried() -> None:
         (outcome,) = HttpTerm(url=url).outcomes([sample("a")])
     assert outcome.value == 1.0
     assert len(requests) == 3
+
+
+def test_headers_that_trickle_in_end_at_the_timeout() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def trickle() -> None:
+        connection, _ = listener.accept()
+        with suppress(OSError), connection:  # who asked has gone by then
+            connection.sendall(b"HTTP/1.1 200 OK\r\n")
+            for number in range(100):
+                connection.sendall(b"X-%d: x\r\n" % number)
+                time.sleep(0.1)
+
+    threading.Thread(target=trickle, daemon=True).start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    start = time.monotonic()
+    (outcome,) = HttpTerm(url=url, timeout=0.5, deadline=0.6).outcomes([sample("a")])
+    assert time.monotonic() - start < 4.0
+    assert outcome.status is GradeStatus.TIMED_OUT
+    listener.close()
+
+
+@pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "caf\u00e9"])
+def test_a_token_that_no_header_can_have_is_refused_and_not_shown(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", token)
+    term = HttpTerm(url="http://localhost/", token_variable="REWARD_TOKEN")
+    with pytest.raises(ValueError, match="REWARD_TOKEN, whose value is empty or has") as caught:
+        term.check(max_tokens=None)
+    assert not token or token not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:hidden@host/", "http://host/?api_key=hidden", "http://host/?a=1&Token=hidden"],
+)
+def test_a_secret_in_the_address_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(ValueError, match="looks like a secret") as caught:
+        HttpTerm(url=url).check(max_tokens=None)
+    assert "hidden" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

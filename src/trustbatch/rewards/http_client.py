@@ -9,9 +9,12 @@ Responses with status 429 or 5xx and failed connections are retried until the de
 response is an error at once.
 """
 
+import contextlib
 import http.client
 import json
 import os
+import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,12 +73,20 @@ class RewardServer:
         if self.token_variable is not None:
             headers["Authorization"] = f"Bearer {os.environ[self.token_variable]}"
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        # the socket's own timeout is per packet: a header that trickles in would never end
+        is_late = threading.Event()
+        watchdog = threading.Timer(seconds, _abort, [connection, is_late])
+        watchdog.daemon = True
         try:
+            watchdog.start()
             connection.request("POST", path, body, headers)
             response = connection.getresponse()
-            content = _read(response, time.monotonic() + seconds)
+            content = _read(response)
         finally:
+            watchdog.cancel()
             connection.close()
+        if is_late.is_set():
+            raise _Retry("its response did not end in time")
         if response.status == 429 or response.status >= 500:
             raise _Retry(f"it answered with status {response.status}")
         if response.status != 200:
@@ -94,13 +105,18 @@ class RewardServer:
         return rewards
 
 
-def _read(response: http.client.HTTPResponse, end: float) -> bytes:
-    """Read a response that may arrive slowly: the socket's own timeout is per packet."""
+def _abort(connection: http.client.HTTPConnection, is_late: threading.Event) -> None:
+    """End a request from another thread: for whoever reads, the response ends at once."""
+    is_late.set()
+    if connection.sock is not None:
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
     content = bytearray()
     while chunk := response.read1(1 << 16):
         content += chunk
-        if time.monotonic() > end:
-            raise _Retry("its response did not end in time")
         if len(content) > MAX_RESPONSE_BYTES:
             raise InvalidResponse(f"its response is longer than {MAX_RESPONSE_BYTES} bytes")
     return bytes(content)

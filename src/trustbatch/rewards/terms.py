@@ -25,6 +25,8 @@ from trustbatch.types import GradeStatus, Prompt, Turn
 from trustbatch.utils.imports import check_object_path, load_object
 from trustbatch.utils.options import check_options, find_entry
 
+SECRET = re.compile(r"(^|[&;])[^=]*(key|token|secret|passw|signature)[^=]*=", re.IGNORECASE)
+TOKEN = re.compile(r"[\x21-\x7e]+")
 LARGEST_REWARD = 1e12
 """beyond it, a mean or a standard deviation over a batch would lose the other rewards"""
 
@@ -250,6 +252,11 @@ class HttpTerm(BatchTerm):
     def check(self, *, max_tokens: int | None) -> None:
         """Refuse an invalid address, a non-positive limit or a missing token."""
         parts = urlsplit(self.url)
+        if parts.username or parts.password or SECRET.search(parts.query):
+            raise ValueError(
+                "http.url contains what looks like a secret, which would be written to the run "
+                "folder: remove it, and name an environment variable as http.token_variable."
+            )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"http.url = {self.url!r} must start with http:// or https://.")
         try:
@@ -260,9 +267,17 @@ class HttpTerm(BatchTerm):
             ) from None
         if self.timeout <= 0 or self.deadline <= 0 or self.batch_size < 1:
             raise ValueError("http.timeout, http.deadline and http.batch_size must be above 0.")
-        if self.token_variable is not None and self.token_variable not in os.environ:
+        if self.token_variable is None:
+            return
+        if self.token_variable not in os.environ:
             raise ValueError(
                 f"http.token_variable names {self.token_variable}, which is not set: export it."
+            )
+        if not TOKEN.fullmatch(os.environ[self.token_variable]):
+            raise ValueError(
+                f"http.token_variable names {self.token_variable}, whose value is empty or has a "
+                "character that no HTTP header may have, such as a space or a line break: set it "
+                "again."
             )
 
     def outcomes(self, samples: Sequence[Sample]) -> list[Outcome]:
