@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +220,12 @@ def test_override_of_another_command_is_refused(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["report", "x", "--training.steps=3"])
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_importing_what_training_imports_prints_nothing() -> None:
+    """torchao, which PEFT imports, warns about kernels that it can't load here."""
+    code = "import trustbatch, trustbatch.build.session, peft, peft.tuners.lora"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stderr == ""

@@ -4,6 +4,7 @@ The reading order of the package is the flow of data: tasks, rollout, rewards, a
 objectives, training; `loops/train.py` is the loop that shows all stages on one screen.
 """
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 # torch is imported after this package.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+# PEFT imports torchao where it is installed, which warns about kernels of other GPUs and Pythons
+# that it can't load, and about itself
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 __version__ = "0.1.0"
 __all__ = ["RunResult", "__version__", "train"]

@@ -1,5 +1,8 @@
 """Any decoder-only checkpoint: other architectures, chat templates, what can't be loaded."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +152,25 @@ def test_plan_says_where_a_run_continues(tiny_folder: Path, tmp_path: Path) -> N
     assert "continues" not in describe_plan(config)
     (tmp_path / "run" / "checkpoints" / "step-5").mkdir(parents=True)
     assert "continues from step-5" in describe_plan(config)
+
+
+def test_a_hub_name_without_a_network_is_refused_in_seconds() -> None:
+    """The hub's client alone would try again for minutes; here its address does not exist."""
+    code = (
+        "from trustbatch.models.policy import Policy\n"
+        "from trustbatch.errors import ConfigError\n"
+        "try:\n    Policy.load('no-such/model')\n"
+        "except ConfigError as error:\n    print(error)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
+    environment |= {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "https://hub.invalid"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=45,
+        check=True,
+    )
+    assert done.stdout.startswith("model.name = 'no-such/model' could not be loaded")
+    assert "Retrying" not in done.stderr

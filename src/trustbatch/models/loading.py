@@ -4,12 +4,17 @@ A model can also be built without weights, to count its parameters and to plan a
 models that the studies use are known here, so that planning works without the hub.
 """
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
+from huggingface_hub.constants import ENDPOINT
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -25,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from trustbatch.errors import ConfigError, first_line
 from trustbatch.models.gguf import find_gguf, load_gguf, read_gguf_config
 
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its published types do not fit its own arguments
 
 _QWEN3: dict[str, Any] = {
@@ -118,7 +124,9 @@ def empty_model(name: str, *, trust_remote_code: bool = False) -> Any:
         if file is not None:
             config = read_gguf_config(file)
         elif (config := _known_config(name)) is None:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(
+                name, trust_remote_code=trust_remote_code, local_files_only=is_offline(name)
+            )
         return without_weights(config, trust_remote_code=trust_remote_code)
     except ConfigError:
         raise
@@ -148,14 +156,21 @@ def _known_config(name: str) -> PreTrainedConfig | None:
 def _load_folder(name: str, *, trust_remote_code: bool) -> tuple[Any, PreTrainedTokenizerBase]:
     _refuse_wrong_folder(name)
     try:
+        if is_offline(name):  # before the model's own search for adapters, which asks the hub
+            AutoConfig.from_pretrained(
+                name, trust_remote_code=trust_remote_code, local_files_only=True
+            )
         with quiet_bars(only_if=_is_small(Path(name))):
             model = _AUTO_MODEL.from_pretrained(
                 name,
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
+                local_files_only=is_offline(name),
             )
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, trust_remote_code=trust_remote_code, local_files_only=is_offline(name)
+            )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"model.name = {name!r} could not be loaded: give a local folder with a Hugging "
@@ -175,6 +190,25 @@ def quiet_bars(*, only_if: bool = True) -> Iterator[None]:
         yield
     finally:
         transformers_logging.enable_progress_bar()
+
+
+def is_offline(name: str) -> bool:
+    """Whether a model that is not a local folder can only come from the hub's cache.
+
+    Without a network, the hub's client would try again and again for minutes.
+    """
+    return not Path(name).is_dir() and not _hub_is_reachable()
+
+
+@lru_cache(maxsize=1)
+def _hub_is_reachable() -> bool:
+    if any(os.environ.get(name) for name in PROXIES):
+        return True  # the proxy resolves names
+    try:
+        socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return True
 
 
 def _is_small(folder: Path) -> bool:

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from trustbatch.config import Config
 from trustbatch.models.gguf import find_gguf
+from trustbatch.models.loading import is_offline
 from trustbatch.models.tokenization import encode_prompt
 from trustbatch.rollout.native.batch import STEPS_ON_GPU
 from trustbatch.rollout.native.cache import GROWTH, PAGE
@@ -44,7 +45,9 @@ def prompt_encoder(config: Config) -> Callable[[Prompt], tuple[int, ...]] | None
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            config.model.name, trust_remote_code=config.model.trust_remote_code
+            config.model.name,
+            trust_remote_code=config.model.trust_remote_code,
+            local_files_only=is_offline(config.model.name),
         )
     except (OSError, ValueError):
         return None
