@@ -229,3 +229,13 @@ def test_importing_what_training_imports_prints_nothing() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stderr == ""
+
+
+def test_an_error_can_not_control_the_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["report", str(tmp_path / "no\x1b[2J\x07such")]) == 2
+    printed = capsys.readouterr().err
+    assert "such" in printed
+    assert "\x1b[2J" not in printed
+    assert "\x07" not in printed

@@ -17,6 +17,7 @@ from trustbatch import __version__
 from trustbatch.errors import ConfigError, TrustbatchError
 from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_info, engine_names
 from trustbatch.studies.command import add_study_arguments
+from trustbatch.utils.terminal import plain_line
 
 SECONDS_FOR_RANK_ZERO = 20.0
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -36,13 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         who = f"rank {rank}: " if rank != "0" else ""
         Console(stderr=True, soft_wrap=True).print(
-            f"{who}error: {error}", markup=False, style="red"
+            f"{who}error: {_printable(error)}", markup=False, style="red"
         )
         return 2
     except KeyboardInterrupt:
         again = " The same command continues from the last checkpoint." if "train" in words else ""
         Console(stderr=True).print(f"\nStopped.{again}")
         return 130
+
+
+def _printable(error: Exception) -> str:
+    """Return a message whose quotations, such as a completion, can't control the terminal."""
+    return "\n".join(plain_line(line) for line in str(error).split("\n"))
 
 
 def _run(arguments: list[str]) -> int:

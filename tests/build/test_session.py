@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,23 @@ def test_published_generation_configs_can_be_saved(tiny_folder: Path, tmp_path: 
     again = Policy(policy.model, policy.tokenizer, name="x", precision="float32")
     again.save(tmp_path / "saved")
     assert Policy.load(str(tmp_path / "saved")).model.generation_config.temperature == 0.6
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_is_written(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = build_session(config_of(tiny_folder, tmp_path))
+    done: list[str] = []
+    save, fsync = session.checkpointer.save, os.fsync
+
+    def sync(descriptor: int) -> None:
+        fsync(descriptor)
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("metrics.jsonl"):
+            done.append("metrics")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(session.checkpointer, "save", lambda s: (done.append("save"), save(s)))
+    train_session(session)
+    assert done
+    assert done[::2] == ["metrics"] * (len(done) // 2)
+    assert done[1::2] == ["save"] * (len(done) // 2)

@@ -38,6 +38,7 @@ class Recorder:
         # asked of rank 0 alone: ranks may be asked at different moments
         self.is_stopping = not is_last and self.source.broadcast(session.is_asked_to_stop())
         if step % config.run.checkpoint_every == 0 or is_last or self.is_stopping:
+            session.run.sync()
             session.checkpointer.save(self.source.checkpoint_state())
         session.checkpointer.raise_failure()
         self.progress.update(step, metrics)

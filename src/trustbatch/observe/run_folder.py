@@ -70,6 +70,10 @@ class RunFolder:
         for name, value in metrics.items():
             self._tensorboard.add_scalar(name, value, step)
 
+    def sync(self) -> None:
+        """Wait until the metrics are on the disk: a checkpoint must not be ahead of them."""
+        os.fsync(self._metrics.fileno())
+
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Tensor) -> None:
         """Write the first completions of a batch, group by group, so that they can be compared."""
         rows = [
@@ -122,6 +126,9 @@ class ReadOnlyRunFolder(RunFolder):
         """Rank 0 does it."""
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Rank 0 does it."""
+
+    def sync(self) -> None:
         """Rank 0 does it."""
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Tensor) -> None:
