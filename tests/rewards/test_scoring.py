@@ -79,6 +79,20 @@ def test_a_reward_that_no_batch_could_average_is_refused() -> None:
     assert "the weighted sum" in group.grades[0].reason
 
 
+class Painter(Odd):
+    grades_in_process = True
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        raise ValueError("\x1b[2Jcleared")
+
+
+def test_a_reason_can_not_control_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    with scorer_of(Painter()) as scorer:
+        scorer.score([group_of("ok", "ok")])
+    assert "cleared" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
 class Interrupted(Odd):
     grades_in_process = True
 

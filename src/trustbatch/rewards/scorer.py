@@ -33,6 +33,7 @@ from trustbatch.rewards.worker import Outcome, describe, run_grader
 from trustbatch.tasks.base import Task
 from trustbatch.types import FinishReason, Grade, GradeStatus, RolloutGroup
 from trustbatch.utils.distributed import on_rank_zero
+from trustbatch.utils.terminal import plain_line
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +252,7 @@ class Scorer:
 def _first(failed: Sequence[tuple[Sample, Grade]]) -> str:
     """Return the prompt id and the reason of the first failure."""
     sample, grade = failed[0]
-    return f"prompt {sample.prompt.id!r}: {grade.reason}"
+    return f"prompt {sample.prompt.id!r}: {plain_line(grade.reason)}"
 
 
 def _samples(groups: Sequence[RolloutGroup]) -> list[Sample]:
