@@ -170,6 +170,17 @@ def test_more_steps_extend_a_run(tiny_folder: Path, tmp_path: Path, lag: int) ->
         small_run(tiny_folder, tmp_path / "extended", **settings)
 
 
+def test_a_removed_configuration_does_not_let_another_one_continue(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    run = small_run(tiny_folder, tmp_path).folder
+    (run / "config.toml").unlink()
+    with pytest.raises(ConfigError, match=r"training.learning_rate was 0.001, now 0.01"):
+        small_run(tiny_folder, tmp_path, training={"learning_rate": 0.01})
+    assert len(small_run(tiny_folder, tmp_path).metrics) == 4
+    assert (run / "config.toml").is_file()
+
+
 def test_another_configuration_in_the_same_folder_is_refused(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -205,9 +216,7 @@ def test_a_checkpoint_of_another_run_is_refused(tiny_folder: Path, tmp_path: Pat
     other = tmp_path / "other-model"
     shutil.copytree(tiny_folder, other)
     shutil.copytree(result.folder / "checkpoints", tmp_path / "other" / "checkpoints")
-    with pytest.raises(
-        CheckpointError, match=r"step-4 belongs to another model \('.*tiny', not '.*other"
-    ):
+    with pytest.raises(ConfigError, match=r"model.name was .*tiny, now .*other-model"):
         small_run(other, tmp_path, run={"name": "other"})
 
 

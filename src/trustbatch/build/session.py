@@ -199,7 +199,12 @@ def _assemble(
         "canary": canary,
         "trainer": trainer,
         # only now: whoever holds the folder's lock may clean it
-        "checkpointer": Checkpointer(run.checkpoints, trainer, keep=config.run.keep_checkpoints),
+        "checkpointer": Checkpointer(
+            run.checkpoints,
+            trainer,
+            keep=config.run.keep_checkpoints,
+            config_toml=config.to_toml(),
+        ),
         "run": run,
         "scorer": workers.scorer,
         "evaluation": evaluation,

@@ -29,6 +29,8 @@ from trustbatch.types import RolloutBatch
 from trustbatch.utils.distributed import all_gather, from_rank_zero, this_rank
 from trustbatch.utils.terminal import LiveLine
 
+CONFIG_FILE = "trainer/config.toml"
+"""in a checkpoint: the configuration of its run"""
 TRAINER_FOLDER, STATE_FILE, PENDING_FILE = "trainer", "state.json", "pending_rollouts.jsonl"
 SPARE_FILE = "spare_rollouts.jsonl"
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"

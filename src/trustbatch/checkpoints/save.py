@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trustbatch.checkpoints.load import (
+    CONFIG_FILE,
     OPTIMIZER,
     PENDING_FILE,
     SPARE_FILE,
@@ -79,12 +80,14 @@ class Checkpointer:
         trainer: Trainer,
         *,
         keep: int,
+        config_toml: str = "",
         max_file_bytes: int = MAX_FILE_BYTES,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self.folder = folder
         self.trainer = trainer
         self.keep = keep
+        self.config_toml = config_toml
         self.max_file_bytes = max_file_bytes
         self.stall_seconds = stall_seconds
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -226,6 +229,8 @@ class Checkpointer:
         with (folder / SPARE_FILE).open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(group_to_record(group)) + "\n" for group in snapshot.spare)
         (folder / STATE_FILE).write_text(json.dumps(snapshot.state), encoding="utf-8")
+        if self.config_toml:
+            (partial / CONFIG_FILE).write_text(self.config_toml, encoding="utf-8")
         for path in sorted(path for path in partial.rglob("*") if path.is_file()):
             name = str(path.relative_to(partial))
             if name not in files:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trustbatch.checkpoints.load import CONFIG_FILE, list_checkpoints
 from trustbatch.config.loading import load_config
 from trustbatch.config.tree import Config
 from trustbatch.errors import ConfigError
@@ -15,9 +16,14 @@ MICRO_BATCHING_KEYS = ("training.micro_batch_tokens", "training.share_prompts")
 
 def check_resumable(config: Config, run: RunFolder) -> None:
     """Refuse a run folder with results of another configuration."""
-    file = run.path / "config.toml"
-    if not file.is_file() or not run.has_results:
+    if not run.has_results:
         return
+    # a checkpoint has its own copy, where the folder's was removed
+    copies = [checkpoint / CONFIG_FILE for checkpoint in list_checkpoints(run.checkpoints)[::-1]]
+    found = [path for path in (run.path / "config.toml", *copies) if path.is_file()]
+    if not found:
+        return
+    file = found[0]
     # parsed, so that a key this version has added counts as its default
     try:
         before = _flatten(load_config(file).to_dict())
