@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from trustbatch.observe.run_folder import read_metrics
@@ -45,6 +46,18 @@ def listening(pids: set[int]) -> set[tuple[int, str]]:
                     target = os.readlink(file)
                     if target in inodes:
                         found.add((pid, inodes[target]))
+    return found
+
+
+def shared_memory(pids: Iterable[int]) -> set[Path]:
+    """Files of /dev/shm that some processes have mapped; those of others are left aside."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                path = line.partition("/dev/shm/")[2]
+                if path and not path.endswith("(deleted)"):
+                    found.add(Path("/dev/shm") / path)
     return found
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from tests.support.episode_cases import episodes
+from tests.support.processes import descendants, shared_memory
 from tests.support.training_cases import policy_logp
 
 from trustbatch.api import train_config
@@ -461,7 +462,6 @@ def test_two_tensor_parallel_workers_agree_and_end_with_a_killed_trainer(
     long_folder: Path,
 ) -> None:
     """Four processes of vLLM, none of which is told that the trainer dies."""
-    segments_before = set(Path("/dev/shm").iterdir())
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(long_folder), str(Path(__file__).parent)],
         stdout=subprocess.PIPE,
@@ -474,12 +474,13 @@ def test_two_tensor_parallel_workers_agree_and_end_with_a_killed_trainer(
     difference, group, folder = trainer.stdout.readline().split()
     assert float(difference) < 1e-3
     assert len(alive_in_group(int(group))) >= 4
-    assert set(Path("/dev/shm").iterdir()) > segments_before, "vLLM's queues"
+    segments = shared_memory(descendants(trainer.pid) | set(alive_in_group(int(group))))
+    assert segments, "vLLM's queues"
     trainer.kill()
     trainer.wait()
     wait_until_gone(int(group))
     assert not Path(folder).exists()
-    assert set(Path("/dev/shm").iterdir()) <= segments_before
+    assert not [path for path in segments if path.exists()]
 
 
 def test_a_run_trains_on_what_vllm_samples(tiny_folder: Path, tmp_path: Path) -> None:
