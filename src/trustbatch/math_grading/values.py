@@ -128,6 +128,8 @@ def exact(node: Node, point: Mapping[str, Fraction]) -> Fraction:
             return _bounded(node.value)
         case "symbol":
             return point[node.name]
+        case "value":
+            return _bounded(_unknown(exact(node.parts[0], point), point[f"{node.name}()"]))
         case "negate":
             return -exact(node.parts[0], point)
         case "absolute":
@@ -145,6 +147,12 @@ def exact(node: Node, point: Mapping[str, Fraction]) -> Fraction:
             return reduce(lambda a, b: _bounded(_EXACT[node.kind](a, b)), values)
         case _:
             raise NotRational(node.kind)
+
+
+def _unknown(x: Any, seed: Any) -> Any:
+    """Return the value of an unknown function: one that satisfies no simple equation."""
+    above = ((seed * x + seed + 3) * x + 7 / seed) * x + 11 * seed
+    return above / (x * x + seed * seed + 5)
 
 
 def _bounded(value: Fraction) -> Fraction:
@@ -229,6 +237,9 @@ class _Numeric:
         match node.kind:
             case "negate":
                 return -parts[0]
+            case "value":
+                seed = self.point[f"{node.name}()"]
+                return _unknown(parts[0], mp.mpf(seed.numerator) / seed.denominator)
             case "absolute":
                 return abs(parts[0])
             case "degrees":
