@@ -252,10 +252,20 @@ def _scalar(text: str) -> Form:
             elif found["name"].strip() in ("percent", "%", r"\%"):
                 text, is_percent = rest, True
     match = _BASE.search(text)
-    if match is not None and re.fullmatch(r"[0-9A-Fa-f]+", text[: match.start()]):
-        base = _BASES.get(match.group(2) or "", match.group(1) or match.group(2) or "")
-        text = text[: match.start()]
+    if match is not None:
+        named = _BASES.get(match.group(2) or "", match.group(1) or match.group(2) or "")
+        if _has_base(text[: match.start()], named):
+            base, text = named, text[: match.start()]
     return Form("scalar", text.strip(), unit=unit, base=base, is_percent=is_percent)
+
+
+def _has_base(digits: str, base: str) -> bool:
+    """Whether an index is a base: not in D_4, a_1 and 2a_5, where it belongs to a letter."""
+    if re.fullmatch(r"\d+", digits):
+        return True
+    values = [int(digit, 16) for digit in re.findall(r"[0-9A-F]", digits)]
+    is_number = re.fullmatch(r"[0-9A-F]*\d[0-9A-F]*", digits) is not None
+    return is_number and base.isdigit() and max(values) < int(base)
 
 
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7",

@@ -27,6 +27,10 @@ _TOKEN = re.compile(
     r"|(?P<other>[A-Za-z]|[-+*/^_!|'(){}\[\],=<>])"
     r"|(?P<space>\s+)"
 )
+_DERIVATIVE = re.compile(
+    r"\\frac ?(?:\{\(?d(?:[^{}]|\{[^{}]*\})*\}|d) ?\{\(?d ?(?:[a-zA-Z]|\\[a-z])"
+    r"|(?<![a-zA-Z])d[^/]{0,40}/ ?[({]*d ?(?:[a-zA-Z]|\\[a-z])"
+)
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
 _CLOSES = {"(": ")", "[": "]", "{": "}", r"\{": r"\}"}
 
@@ -60,6 +64,8 @@ def parse_formula(text: str) -> Node:
     """Return the tree of a normalized formula, or raise ParseError."""
     if len(text) > MAX_LENGTH:
         raise ParseError("too long")
+    if _DERIVATIVE.search(text):
+        raise ParseError("d may be the sign of a derivative")
     parser = _Parser(_tokens(text))
     tree = parser.sum(0)
     if parser.current is not None:

@@ -25,7 +25,10 @@ MAX_ANSWER_LENGTH = 10_000
 """characters; longer answers are compared as text only"""
 _FOR_ALGEBRA = re.compile(r"\\(?:sum|prod|int|lim|max|min|gcd|lcm|det|bmod)(?![a-zA-Z])")
 _NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)(?:/0*[1-9]\d*)?")
-_SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})")
+_SCIENTIFIC = re.compile(
+    r"([-+]?(?:\d+\.\d+|0*1(?=[eE])|\d+(?=E|e\d|e[-+]\d\d)))[eE]([-+]?\d{1,3})"
+)
+"""2e-1 is left out: it is rather 2e minus 1"""
 
 
 @dataclass(frozen=True, slots=True)

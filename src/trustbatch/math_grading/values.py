@@ -135,9 +135,9 @@ def exact(node: Node, point: Mapping[str, Fraction]) -> Fraction:
         case "absolute":
             return abs(exact(node.parts[0], point))
         case "floor":
-            return Fraction(math.floor(exact(node.parts[0], point)))
+            return _floor(exact(node.parts[0], point), math.floor, node)
         case "ceiling":
-            return Fraction(math.ceil(exact(node.parts[0], point)))
+            return -_floor(-exact(node.parts[0], point), math.floor, node)
         case "factorial":
             return Fraction(math.factorial(_small_whole(exact(node.parts[0], point))))
         case "reciprocal":
@@ -147,6 +147,19 @@ def exact(node: Node, point: Mapping[str, Fraction]) -> Fraction:
             return reduce(lambda a, b: _bounded(_EXACT[node.kind](a, b)), values)
         case _:
             raise NotRational(node.kind)
+
+
+def _floor(x: Any, floor: Callable[[Any], Any], node: Node) -> Any:
+    """Return the floor of a number; of a formula with variables, x minus a function of period 1.
+
+    No points could tell all floors apart, for example those of n/3 and (n + 0.001)/3. What holds
+    for every function of period 1 holds for the floor, too.
+    """
+    whole = floor(x)
+    if not node.symbols():
+        return whole * Fraction(1) if isinstance(x, Fraction) else whole
+    part = x - whole
+    return x - (part * part * 5 + part * 3 + 1) / (part * 2 + 7)
 
 
 def _unknown(x: Any, seed: Any) -> Any:
@@ -244,8 +257,10 @@ class _Numeric:
                 return abs(parts[0])
             case "degrees":
                 return parts[0] * mp.pi / 180
-            case "floor" | "ceiling":
-                return (mp.floor if node.kind == "floor" else mp.ceil)(self.real(parts[0]))
+            case "floor":
+                return _floor(self.real(parts[0]), mp.floor, node)
+            case "ceiling":
+                return -_floor(-self.real(parts[0]), mp.floor, node)
             case "add":
                 return mp.fsum(parts)
             case "multiply":
