@@ -5,7 +5,7 @@ The rules, in this order:
 1. If the text contains `</think>`, only the text after the last one counts. If it contains only
    `<think>`, or the prompt has already opened it, thinking never ended and there is no answer.
 2. The content of the last \boxed{...} is the answer, whatever earlier boxes contain. If the last
-   box is never closed, there is no answer.
+   box is never closed, or stands right after "not", there is no answer.
 3. Without a box, and unless `require_boxed`: the last formula between dollars (or \( \), \[ \]), or
    the last number after it if the reference is a number; but neither if its surroundings make it
    part of something larger, such as 3 1/2, 10^{-3} or 7 or 8. Otherwise the whole text.
@@ -17,6 +17,11 @@ from trustbatch.math_grading.normalize import with_ascii_signs
 
 _NUMBER = re.compile(r"(?:(?<![\w)\]}-])-)?\d+(?:,\d+)*(?:\.\d+)?(?:/\d+)?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_NEGATED = re.compile(
+    r"(?:\bnot|n't|\bcannot|\bnever)(?:\s+(?:be|equal|equal to))?[\s$*:]*(?:\\[(\[]\s*)?"
+    r"\\(?:boxed|fbox)\s*\{$",
+    re.IGNORECASE,
+)
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(.+?)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
@@ -38,7 +43,7 @@ _PART_AFTER = re.compile(
     r"|[ \t]*[,;:][ \t]*(?:\d|(?:or|and)\b)"
     r"|[ \t]+(?:(?![aI]\b)[a-z]\b|\d|\(?mod\b"
     r"|(?:or|and|nor|plus|minus|times|over|to|percent|squared|cubed|factorial|hundreds?|thousands?|"
-    r"millions?|billions?|trillions?|lakh|crore|dozens?|pi|sqrt|divided|multiplied|halves|thirds|"
+    r"[a-z]*illions?|lakh|crore|dozens?|googols?|myriads?|pi|sqrt|divided|multiplied|halves|thirds|"
     r"quarters|\w+(?<!mon)(?<!leng)(?<!wid)(?<!dep)ths)\b)",
     re.IGNORECASE,
 )
@@ -61,7 +66,8 @@ def final_answer(
     boxed = last_box(text)
     if boxed is not None:
         start, end = boxed
-        return None if end is None else text[start:end]
+        negated = _NEGATED.search(text[max(start - _BESIDE, 0) : start])
+        return None if end is None or negated else text[start:end]
     if require_boxed:
         return None
     # the tail may start within a number: the backslash keeps that number from standing alone
