@@ -327,7 +327,7 @@ def normalized_words(text: str) -> str | None:
         return plain
     if re.fullmatch(r"[^\W\d_]+\.?(?:[ .'-]+[^\W\d_]{2,})*", plain) is None:
         return None
-    if count or len(plain) > 2 or not plain.isascii() or plain != plain.lower():
+    if count or len(plain) > 2 or plain == "no" or not plain.isascii() or plain != plain.lower():
         return plain.casefold()
     return None
 

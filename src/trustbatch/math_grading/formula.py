@@ -17,12 +17,13 @@ FUNCTIONS = frozenset(
 GREEK = frozenset(
     ["alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta",
      "iota", "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi",
-     "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Sigma", "Phi", "Psi", "Omega", "ell"]
+     "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Sigma", "Phi", "Psi", "Omega", "ell",
+     "aleph"]
 )  # fmt: skip
 FUNCTION_LETTERS = frozenset(["f", "g", "F", "G", r"\zeta", r"\Gamma", r"\varphi", r"\Phi"])
 """letters that, in front of a bracket, always denote a function"""
 _TOKEN = re.compile(
-    r"(?P<number>\d*\.\d*\\overline\{\d+\}|\d*\.?\d+|\d+\.)"
+    r"(?P<number>\d*\.\d*\\overline\{\d+\}|\d*\.\d+|\d+\.?)"
     r"|(?P<command>\\[a-zA-Z]+|\\[{}|%])"
     r"|(?P<other>[A-Za-z]|[-+*/^_!|'(){}\[\],=<>])"
     r"|(?P<space>\s+)"

@@ -126,7 +126,10 @@ def _forms_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
     pairs = zip(given.items, wanted.items, strict=True)
     if all(_forms_equal(a, b, rules) for a, b in pairs):
         return True
-    return given.kind == "=" and _equations_equal(given, wanted)
+    return given.kind == "=" and (
+        all(_forms_equal(a, b, rules) for a, b in zip(given.items, wanted.items[::-1], strict=True))
+        or _equations_equal(given, wanted)
+    )
 
 
 def _unwrap_single(form: Form) -> Form:
