@@ -8,7 +8,8 @@ The rules, in this order:
    box is never closed, or stands right after "not", there is no answer.
 3. Without a box, and unless `require_boxed`: the last formula between dollars (or \( \), \[ \]), or
    the last number after it if the reference is a number; but neither if its surroundings make it
-   part of something larger, such as 3 1/2, 10^{-3} or 7 or 8. Otherwise the whole text.
+   part of something larger, such as 3 1/2, 10^{-3} or 7 or 8. Otherwise all that follows the
+   last "The answer is" if it is one line, else the whole text.
 """
 
 import re
@@ -20,6 +21,11 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NEGATED = re.compile(
     r"(?:\bnot|n't|\bcannot|\bnever)(?:\s+(?:be|equal|equal to))?[\s$*:]*(?:\\[(\[]\s*)?"
     r"\\(?:boxed|fbox)\s*\{$",
+    re.IGNORECASE,
+)
+_PHRASE = re.compile(
+    r"(?:^|[\n.!?:])[ \t]*(?:(?:so|thus|hence|therefore),?[ \t]+)?"
+    r"(?:the[ \t]+)?(?:final[ \t]+)?answer(?:[ \t]+is\b|(?=[ \t]*:)):?",
     re.IGNORECASE,
 )
 _FORMULA = re.compile(
@@ -72,7 +78,7 @@ def final_answer(
         return None
     # the tail may start within a number: the backslash keeps that number from standing alone
     tail = text if len(text) <= _TAIL else "\\" + text[-_TAIL:]
-    return _unboxed(with_ascii_signs(tail), is_number=is_number) or text
+    return _unboxed(with_ascii_signs(tail), is_number=is_number) or _after_phrase(text)
 
 
 def after_thinking(completion: str, *, thinking: bool = False) -> str | None:
@@ -81,6 +87,16 @@ def after_thinking(completion: str, *, thinking: bool = False) -> str | None:
     if ended:
         return after
     return None if thinking or "<think>" in completion else completion
+
+
+def _after_phrase(text: str) -> str:
+    """Return all that follows the last "The answer is" if it is one line, otherwise the text."""
+    tail = text if len(text) <= _TAIL else "\\" + text[-_TAIL:]
+    last = None
+    for match in _PHRASE.finditer(tail):
+        last = match
+    after = "" if last is None else tail[last.end() :].strip()
+    return after if after and "\n" not in after else text
 
 
 def _unboxed(text: str, *, is_number: bool) -> str | None:

@@ -29,6 +29,13 @@ _SCIENTIFIC = re.compile(
     r"([-+]?(?:\d+\.\d+|0*1(?=[eE])|\d+(?=E|e\d|e[-+]\d\d)))[eE]([-+]?\d{1,3})"
 )
 """2e-1 is left out: it is rather 2e minus 1"""
+_TEXT = re.compile(r"\\text\{ ?([^{}]*?) ?\}")
+_MEASURE = re.compile(r"(-?\d+(?:\.\d+)?) ?([A-DF-Za-df-z][A-Za-z]*(?:/[A-Za-z]+)?(?:\^[23])?)")
+"""a number and a unit; 2e is a number"""
+_PHRASE = re.compile(
+    r"^\\text\{ ?(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)?:? ?(?:\}|(?=-?\d)([^{}]*)\})"
+)
+"""The answer is 807, in a box"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +83,10 @@ def grade_math(
         return 0.0
     if len(found) > MAX_ANSWER_LENGTH or len(answer) > MAX_ANSWER_LENGTH:
         return float(found.strip() == answer.strip())
-    given = normalize(found)
+    given = _PHRASE.sub(r"\1", normalize(found)).strip()
     if not given:
         return 0.0
-    if given == reference:
+    if given == reference or _same_measure(given, reference):
         return 1.0
     rules = _Rules(decimals, tolerance, percent, require_unit)
     return float(_forms_equal(_form(given), _form(reference), rules))
@@ -108,6 +115,12 @@ def _reference(answer: str) -> str:
 @lru_cache(maxsize=4096)
 def _form(text: str) -> Form:
     return parse_form(text)
+
+
+def _same_measure(given: str, wanted: str) -> bool:
+    r"""Whether a number and its unit are the same but for \text around the unit, as in 5 m/s."""
+    first, second = (_MEASURE.fullmatch(_TEXT.sub(r"\1", text)) for text in (given, wanted))
+    return first is not None and second is not None and first.groups() == second.groups()
 
 
 def _forms_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
