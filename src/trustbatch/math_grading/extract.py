@@ -16,7 +16,7 @@ import re
 
 from trustbatch.math_grading.normalize import with_ascii_signs
 
-_NUMBER = re.compile(r"(?:(?<![\w)\]}-])-)?\d+(?:,\d+)*(?:\.\d+)?(?:/\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\w)\]}-])-)?\d+(?:,\d+)*(?:\.\d+|\.(?=/\d))?(?:/\d+)?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NEGATED = re.compile(
     r"(?:\bnot|n't|\bcannot|\bnever)(?:\s+(?:be|equal|equal to))?[\s$*:]*(?:\\[(\[]\s*)?"

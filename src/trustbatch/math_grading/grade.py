@@ -26,10 +26,10 @@ MAX_ANSWER_LENGTH = 10_000
 _FOR_ALGEBRA = re.compile(r"\\(?:sum|prod|int|lim|max|min|gcd|lcm|det|bmod)(?![a-zA-Z])")
 _NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)(?:/0*[1-9]\d*)?")
 _SCIENTIFIC = re.compile(
-    r"([-+]?(?:\d+\.\d+|0*1(?=[eE])|\d+(?=E|e\d|e[-+]\d\d)))[eE]([-+]?\d{1,3})"
+    r"([-+]?(?:\d+\.\d+|0*1(?=[eE])|\d+(?=E|e\d)|\d(?=e[-+]\d\d)))[eE]([-+]?\d{1,3})"
 )
 """2e-1 is left out: it is rather 2e minus 1"""
-_TEXT = re.compile(r"\\text\{ ?([^{}]*?) ?\}")
+_TEXT = re.compile(r"\\text\{ ?([A-Za-z][^{}]*?) ?\}")
 _MEASURE = re.compile(r"(-?\d+(?:\.\d+)?) ?([A-DF-Za-df-z][A-Za-z]*(?:/[A-Za-z]+)?(?:\^[23])?)")
 """a number and a unit; 2e is a number"""
 _PHRASE = re.compile(
@@ -86,7 +86,7 @@ def grade_math(
     given = _PHRASE.sub(r"\1", normalize(found)).strip()
     if not given:
         return 0.0
-    if given == reference or _same_measure(given, reference):
+    if given in (reference, reference.replace("{e}", "e")) or _same_measure(given, reference):
         return 1.0
     rules = _Rules(decimals, tolerance, percent, require_unit)
     return float(_forms_equal(_form(given), _form(reference), rules))
