@@ -5,18 +5,29 @@ The rules, in this order:
 1. If the text contains `</think>`, only the text after the last one counts. If it contains only
    `<think>`, or the prompt has already opened it, thinking never ended and there is no answer.
 2. The content of the last \boxed{...} is the answer, whatever earlier boxes contain. If the last
-   box is never closed, there is no answer.
+   box is never closed, or stands right after "not", there is no answer.
 3. Without a box, and unless `require_boxed`: the last formula between dollars (or \( \), \[ \]), or
    the last number after it if the reference is a number; but neither if its surroundings make it
-   part of something larger, such as 3 1/2, 10^{-3} or 7 or 8. Otherwise the whole text.
+   part of something larger, such as 3 1/2, 10^{-3} or 7 or 8. Otherwise all that follows the
+   last "The answer is" if it is one line, else the whole text.
 """
 
 import re
 
 from trustbatch.math_grading.normalize import with_ascii_signs
 
-_NUMBER = re.compile(r"(?:(?<![\w)\]}-])-)?\d+(?:,\d+)*(?:\.\d+)?(?:/\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\w)\]}-])-)?\d+(?:,\d+)*(?:\.\d+|\.(?=/\d))?(?:/\d+)?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_NEGATED = re.compile(
+    r"(?:\bnot|n't|\bcannot|\bnever)(?:\s+(?:be|equal|equal to))?[\s$*:]*(?:\\[(\[]\s*)?"
+    r"\\(?:boxed|fbox)\s*\{$",
+    re.IGNORECASE,
+)
+_PHRASE = re.compile(
+    r"(?:^|[\n.!?:])[ \t]*(?:(?:so|thus|hence|therefore),?[ \t]+)?"
+    r"(?:the[ \t]+)?(?:final[ \t]+)?answer(?:[ \t]+is\b|(?=[ \t]*:)):?",
+    re.IGNORECASE,
+)
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(.+?)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
@@ -38,7 +49,7 @@ _PART_AFTER = re.compile(
     r"|[ \t]*[,;:][ \t]*(?:\d|(?:or|and)\b)"
     r"|[ \t]+(?:(?![aI]\b)[a-z]\b|\d|\(?mod\b"
     r"|(?:or|and|nor|plus|minus|times|over|to|percent|squared|cubed|factorial|hundreds?|thousands?|"
-    r"millions?|billions?|trillions?|lakh|crore|dozens?|pi|sqrt|divided|multiplied|halves|thirds|"
+    r"[a-z]*illions?|lakh|crore|dozens?|googols?|myriads?|pi|sqrt|divided|multiplied|halves|thirds|"
     r"quarters|\w+(?<!mon)(?<!leng)(?<!wid)(?<!dep)ths)\b)",
     re.IGNORECASE,
 )
@@ -61,12 +72,13 @@ def final_answer(
     boxed = last_box(text)
     if boxed is not None:
         start, end = boxed
-        return None if end is None else text[start:end]
+        negated = _NEGATED.search(text[max(start - _BESIDE, 0) : start])
+        return None if end is None or negated else text[start:end]
     if require_boxed:
         return None
     # the tail may start within a number: the backslash keeps that number from standing alone
     tail = text if len(text) <= _TAIL else "\\" + text[-_TAIL:]
-    return _unboxed(with_ascii_signs(tail), is_number=is_number) or text
+    return _unboxed(with_ascii_signs(tail), is_number=is_number) or _after_phrase(text)
 
 
 def after_thinking(completion: str, *, thinking: bool = False) -> str | None:
@@ -75,6 +87,16 @@ def after_thinking(completion: str, *, thinking: bool = False) -> str | None:
     if ended:
         return after
     return None if thinking or "<think>" in completion else completion
+
+
+def _after_phrase(text: str) -> str:
+    """Return all that follows the last "The answer is" if it is one line, otherwise the text."""
+    tail = text if len(text) <= _TAIL else "\\" + text[-_TAIL:]
+    last = None
+    for match in _PHRASE.finditer(tail):
+        last = match
+    after = "" if last is None else tail[last.end() :].strip()
+    return after if after and "\n" not in after else text
 
 
 def _unboxed(text: str, *, is_number: bool) -> str | None:

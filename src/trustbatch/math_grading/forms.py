@@ -44,11 +44,13 @@ NOT_UNITS = frozenset(
         "mn", "never", "neither", "nor", "non", "excluded", "excluding", "exclusive", "except",
         "without", "unless", "if", "when", "where", "for", "negative", "inverse", "inverted",
         "opposite", "reciprocal", "negated", "root", "repeating", "recurring", "above", "below",
-        "under", "fewer", "greater", "smaller", "larger", "tens", "ones"
+        "under", "fewer", "greater", "smaller", "larger", "tens", "ones", "mil", "mill", "bil",
+        "tril", "tn", "trn", "grand", "lac", "lacs", "arab", "googol", "googols", "myriad",
+        "myriads", "fold", "double", "doubled", "twice", "triple", "tripled", "halved", "but"
     ]
 )  # fmt: skip
 """words after a number that change its value, or may"""
-_FRACTION = re.compile(r"(?<!mon)(?<!leng)(?<!wid)(?<!dep)ths?$")
+_FRACTION = re.compile(r"(?<!mon)(?<!leng)(?<!wid)(?<!dep)ths?$|illions?$|illiards?$|fold$")
 _LETTERS = frozenset("mgshlnjwv")
 """units of one letter; any other letter is a variable, or an abbreviation such as k for thousand"""
 
@@ -252,10 +254,20 @@ def _scalar(text: str) -> Form:
             elif found["name"].strip() in ("percent", "%", r"\%"):
                 text, is_percent = rest, True
     match = _BASE.search(text)
-    if match is not None and re.fullmatch(r"[0-9A-Fa-f]+", text[: match.start()]):
-        base = _BASES.get(match.group(2) or "", match.group(1) or match.group(2) or "")
-        text = text[: match.start()]
+    if match is not None:
+        named = _BASES.get(match.group(2) or "", match.group(1) or match.group(2) or "")
+        if _has_base(text[: match.start()], named):
+            base, text = named, text[: match.start()]
     return Form("scalar", text.strip(), unit=unit, base=base, is_percent=is_percent)
+
+
+def _has_base(digits: str, base: str) -> bool:
+    """Whether an index is a base: not in D_4, a_1 and 2a_5, where it belongs to a letter."""
+    if re.fullmatch(r"\d+", digits):
+        return True
+    values = [int(digit, 16) for digit in re.findall(r"[0-9A-F]", digits)]
+    is_number = re.fullmatch(r"[0-9A-F]*\d[0-9A-F]*", digits) is not None
+    return is_number and base.isdigit() and max(values) < int(base)
 
 
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7",
@@ -269,16 +281,25 @@ _SAME_UNITS = {
 }  # fmt: skip
 
 
+_ANY_CASE = frozenset(
+    ["ft", "in", "min", "hr", "hrs", "sec", "lb", "lbs", "yd", "usd", "kg", "deg", "mph", "sq",
+     "cu", "day", "way", "per", "men", "man", "cup", "box", "pen"]
+)  # fmt: skip
+"""short units that mean the same in every case"""
+
+
 def _unit_name(name: str, power: str | None, rest: str) -> str | None:
     """Return the canonical spelling of a unit, or None if the words are not a unit."""
-    words = re.findall(r"[a-z]+", name.lower())
+    as_written = re.findall(r"[A-Za-z]+", name)
+    words = [word.lower() for word in as_written]
     if not words or len(words) > 4 or NOT_UNITS.intersection(words) or re.search(r"\d", name):
         return None
     if any(map(_FRACTION.search, words)):
         return None
     letters = _LETTERS | set("cf") if rest.endswith(r"\degree") else _LETTERS
-    if any(len(word) == 1 and word not in letters for word in words):
-        return None
+    if any(len(word) == 1 and word not in letters for word in words) or "M" in as_written:
+        return None  # M may stand for million
+    words = [_with_case(word) for word in as_written]
     if words[0] in ("square", "sq", "cubic", "cu"):
         power = "2" if words[0].startswith("sq") else "3"
         words = words[1:] or ["unit"]
@@ -286,6 +307,15 @@ def _unit_name(name: str, power: str | None, rest: str) -> str | None:
     singular = [w[:-1] if w.endswith("s") and len(w) > 2 else w for w in singular]
     singular = [_SAME_UNITS.get(word, word) for word in singular]
     return " ".join(singular) + (f"^{power}" if power else "")
+
+
+def _with_case(word: str) -> str:
+    """Return a word in lower case, unless it is an abbreviation such as mW, which is not MW."""
+    lower = word.lower()
+    if word == "L":
+        return "l"
+    is_word = lower in _ANY_CASE or (len(word) > 3 and word[1:] == lower[1:])
+    return lower if is_word or (len(word) > 3 and word.isupper()) else word
 
 
 def normalized_words(text: str) -> str | None:
@@ -297,7 +327,7 @@ def normalized_words(text: str) -> str | None:
         return plain
     if re.fullmatch(r"[^\W\d_]+\.?(?:[ .'-]+[^\W\d_]{2,})*", plain) is None:
         return None
-    if count or len(plain) > 2 or not plain.isascii() or plain != plain.lower():
+    if count or len(plain) > 2 or plain == "no" or not plain.isascii() or plain != plain.lower():
         return plain.casefold()
     return None
 

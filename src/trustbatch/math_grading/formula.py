@@ -17,13 +17,20 @@ FUNCTIONS = frozenset(
 GREEK = frozenset(
     ["alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta",
      "iota", "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi",
-     "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Sigma", "Phi", "Psi", "Omega", "ell"]
+     "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Sigma", "Phi", "Psi", "Omega", "ell",
+     "aleph"]
 )  # fmt: skip
+FUNCTION_LETTERS = frozenset(["f", "g", "F", "G", r"\zeta", r"\Gamma", r"\varphi", r"\Phi"])
+"""letters that, in front of a bracket, always denote a function"""
 _TOKEN = re.compile(
-    r"(?P<number>\d*\.\d*\\overline\{\d+\}|\d*\.?\d+|\d+\.)"
+    r"(?P<number>\d*\.\d*\\overline\{\d+\}|\d*\.\d+|\d+\.?)"
     r"|(?P<command>\\[a-zA-Z]+|\\[{}|%])"
     r"|(?P<other>[A-Za-z]|[-+*/^_!|'(){}\[\],=<>])"
     r"|(?P<space>\s+)"
+)
+_DERIVATIVE = re.compile(
+    r"\\frac ?(?:\{\(?d(?:[^{}]|\{[^{}]*\})*\}|d) ?\{\(?d ?(?:[a-zA-Z]|\\[a-z])"
+    r"|(?<![a-zA-Z])d[^/]{0,40}/ ?[({]*d ?(?:[a-zA-Z]|\\[a-z])"
 )
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
 _CLOSES = {"(": ")", "[": "]", "{": "}", r"\{": r"\}"}
@@ -37,7 +44,8 @@ class ParseError(ValueError):
 class Node:
     """One operation of a formula.
 
-    `kind` is number, symbol, constant, degree, or the name of the operation on `parts`.
+    `kind` is number, symbol, constant, value (of an unknown function), or the name of the
+    operation on `parts`.
     """
 
     kind: str
@@ -46,8 +54,10 @@ class Node:
     value: Fraction = Fraction(0)
 
     def symbols(self) -> set[str]:
-        """Return the names of all variables."""
+        """Return the names of all variables and of functions such as f in f(0)."""
         names = {self.name} if self.kind == "symbol" else set()
+        if self.kind == "value":
+            names = {f"{self.name}()"}
         return names.union(*(part.symbols() for part in self.parts))
 
 
@@ -55,6 +65,8 @@ def parse_formula(text: str) -> Node:
     """Return the tree of a normalized formula, or raise ParseError."""
     if len(text) > MAX_LENGTH:
         raise ParseError("too long")
+    if _DERIVATIVE.search(text):
+        raise ParseError("d may be the sign of a derivative")
     parser = _Parser(_tokens(text))
     tree = parser.sum(0)
     if parser.current is not None:
@@ -96,6 +108,7 @@ class _Parser:
         self.tokens = tokens
         self.position = 0
         self.open_bars = 0
+        self.groups: dict[int, tuple[Node, int]] = {}
 
     @property
     def current(self) -> str | None:
@@ -185,9 +198,12 @@ class _Parser:
         base = self.postfix(depth)
         if self.current == "^":
             self.take()
-            base = Node("power", (base, self.exponent(depth)))
+            symbol = base
+            base = Node("power", (symbol, self.exponent(depth)))
             if self.current == "^":
                 raise ParseError("a double superscript")
+            if symbol.kind == "symbol" and self.starts_argument(symbol, depth):
+                raise ParseError("a power of a function, or its inverse")
             base = self.factorials(base)
         return base
 
@@ -199,7 +215,29 @@ class _Parser:
         return self.argument(depth)
 
     def postfix(self, depth: int) -> Node:
-        return self.factorials(self.atom(depth))
+        token = self.current or ""
+        node = self.atom(depth)
+        if node.kind == "symbol" and token not in ("(", "[", "{"):
+            node = self.function_value(node, depth)
+        return self.factorials(node)
+
+    def function_value(self, symbol: Node, depth: int) -> Node:
+        """Parse f(x + 1), P(3) and a(b) as values of a function, but a(b + 1) as a product."""
+        if not self.starts_argument(symbol, depth):
+            return symbol
+        return Node("value", (self.group(depth),), name=symbol.name)
+
+    def starts_argument(self, symbol: Node, depth: int) -> bool:
+        """Whether a bracket follows that contains the argument of a function, not a factor."""
+        if self.current not in ("(", "[", "{"):
+            return False
+        if re.sub(r"[_'].*", "", symbol.name) in FUNCTION_LETTERS:
+            return True
+        start = self.position
+        inner = self.group(depth)
+        self.position = start
+        plain = inner.parts[0] if inner.kind == "negate" else inner
+        return plain.kind in ("number", "symbol", "constant")
 
     def factorials(self, node: Node) -> Node:
         if self.current == "!":
@@ -217,11 +255,16 @@ class _Parser:
         return self.atom(depth)
 
     def group(self, depth: int) -> Node:
+        start = self.position
+        if start in self.groups:  # each group is parsed once, though it may be looked at twice
+            inner, self.position = self.groups[start]
+            return inner
         closing = _CLOSES[self.take()]
         bars, self.open_bars = self.open_bars, 0
         inner = self.sum(depth + 1)
         self.open_bars = bars
         self.expect(closing)
+        self.groups[start] = inner, self.position
         return inner
 
     def atom(self, depth: int) -> Node:
@@ -319,6 +362,8 @@ class _Parser:
                 raise ParseError("where the argument of a function ends is not clear")
             self.refuse_number(factors[-1])
             factors.append(self.power(depth))
+        if any(factor.kind == "value" for factor in factors):
+            raise ParseError("where the argument of a function ends is not clear")
         return factors[0] if len(factors) == 1 else Node("multiply", tuple(factors))
 
 

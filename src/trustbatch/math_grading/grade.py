@@ -25,7 +25,17 @@ MAX_ANSWER_LENGTH = 10_000
 """characters; longer answers are compared as text only"""
 _FOR_ALGEBRA = re.compile(r"\\(?:sum|prod|int|lim|max|min|gcd|lcm|det|bmod)(?![a-zA-Z])")
 _NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)(?:/0*[1-9]\d*)?")
-_SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})")
+_SCIENTIFIC = re.compile(
+    r"([-+]?(?:\d+\.\d+|0*1(?=[eE])|\d+(?=E|e\d)|\d(?=e[-+]\d\d)))[eE]([-+]?\d{1,3})"
+)
+"""2e-1 is left out: it is rather 2e minus 1"""
+_TEXT = re.compile(r"\\text\{ ?([A-Za-z][^{}]*?) ?\}")
+_MEASURE = re.compile(r"(-?\d+(?:\.\d+)?) ?([A-DF-Za-df-z][A-Za-z]*(?:/[A-Za-z]+)?(?:\^[23])?)")
+"""a number and a unit; 2e is a number"""
+_PHRASE = re.compile(
+    r"^\\text\{ ?(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)?:? ?(?:\}|(?=-?\d)([^{}]*)\})"
+)
+"""The answer is 807, in a box"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +83,10 @@ def grade_math(
         return 0.0
     if len(found) > MAX_ANSWER_LENGTH or len(answer) > MAX_ANSWER_LENGTH:
         return float(found.strip() == answer.strip())
-    given = normalize(found)
+    given = _PHRASE.sub(r"\1", normalize(found)).strip()
     if not given:
         return 0.0
-    if given == reference:
+    if given in (reference, reference.replace("{e}", "e")) or _same_measure(given, reference):
         return 1.0
     rules = _Rules(decimals, tolerance, percent, require_unit)
     return float(_forms_equal(_form(given), _form(reference), rules))
@@ -107,6 +117,12 @@ def _form(text: str) -> Form:
     return parse_form(text)
 
 
+def _same_measure(given: str, wanted: str) -> bool:
+    r"""Whether a number and its unit are the same but for \text around the unit, as in 5 m/s."""
+    first, second = (_MEASURE.fullmatch(_TEXT.sub(r"\1", text)) for text in (given, wanted))
+    return first is not None and second is not None and first.groups() == second.groups()
+
+
 def _forms_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
     """Whether an answer has the form of the reference, with equal parts."""
     given, wanted = _without_name(given, wanted), _without_name(wanted, given)
@@ -123,7 +139,10 @@ def _forms_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
     pairs = zip(given.items, wanted.items, strict=True)
     if all(_forms_equal(a, b, rules) for a, b in pairs):
         return True
-    return given.kind == "=" and _equations_equal(given, wanted)
+    return given.kind == "=" and (
+        all(_forms_equal(a, b, rules) for a, b in zip(given.items, wanted.items[::-1], strict=True))
+        or _equations_equal(given, wanted)
+    )
 
 
 def _unwrap_single(form: Form) -> Form:

@@ -31,8 +31,8 @@ _STEPS: list[tuple[re.Pattern[str], str]] = [
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?", ""),
         (r"(?<=\d)(?<!\d{4})(?:,\s*\\!\s*|\{\s*,\s*\})(?=\d{3}(?!\d))", "\\\\thousands "),
         (r"(?<=\d)(?:\\[,;:\s]|~)(?=\d{3}(?!\d))", "\\\\thousands "),
-        (r"\\(?:displaystyle|textstyle|limits|nolimits|bf|rm|it|,|;|:|!|>|quad|qquad)(?![a-zA-Z])",
-         " "),
+        (r"\\(?:displaystyle|textstyle|limits|nolimits|bf|rm|it|quad|qquad)(?![a-zA-Z])", " "),
+        (r"(?<!\\)\\[,;:!>]", " "),
         (r"(?<!\\)\\\s|~", " "),
         (r"(?<=\d),\s+(?=\d{3}(?!\d))", ";"),  # a list: thousands separators have no space after
         (r"(?<=\d)(?:\s+\.\s*|\.\s+)(?=\d)", r"\\point "),  # neither a decimal point nor a product
@@ -43,6 +43,7 @@ _STEPS: list[tuple[re.Pattern[str], str]] = [
          r"\s*\*?\s*(?=\{)", r"\\text"),
         (r"\\text\s*\{\s*(" + _FUNCTIONS + r")\s*\}", r"\\\1 "),
         (r"\\text\s*\{\s*([ei]|[-+]?[\d.]+)\s*\}", r"\1 "),
+        (r"\\mathbb\s+([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
         (r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])", r"\\le "),
         (r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])", r"\\ge "),
         (r"<=", r"\\le "),
@@ -60,6 +61,7 @@ _STEPS: list[tuple[re.Pattern[str], str]] = [
         (r"(?<![a-zA-Z\\])(" + _FUNCTIONS + r")(?![a-zA-Z])", r"\\\1 "),
         (r"(?<![a-zA-Z\\])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
         (r"(?<=\{)(\d{1,3}),(\d{3})(?:,(\d{3}))?(?=\})", r"\1\2\3"),
+        (r"(?<=\d)e(?=\s+[-+]|[-+]\s)|(?<=\d)\s+e(?=\s*[-+])", "{e}"),  # 2e - 1 is not 0.2
         (r"\*\*", "^"),
         (r"(?<!\\)%", r"\\%"),
         (r"\s+", " "),

@@ -128,14 +128,16 @@ def exact(node: Node, point: Mapping[str, Fraction]) -> Fraction:
             return _bounded(node.value)
         case "symbol":
             return point[node.name]
+        case "value":
+            return _bounded(_unknown(exact(node.parts[0], point), point[f"{node.name}()"]))
         case "negate":
             return -exact(node.parts[0], point)
         case "absolute":
             return abs(exact(node.parts[0], point))
         case "floor":
-            return Fraction(math.floor(exact(node.parts[0], point)))
+            return _floor(exact(node.parts[0], point), math.floor, node)
         case "ceiling":
-            return Fraction(math.ceil(exact(node.parts[0], point)))
+            return -_floor(-exact(node.parts[0], point), math.floor, node)
         case "factorial":
             return Fraction(math.factorial(_small_whole(exact(node.parts[0], point))))
         case "reciprocal":
@@ -145,6 +147,25 @@ def exact(node: Node, point: Mapping[str, Fraction]) -> Fraction:
             return reduce(lambda a, b: _bounded(_EXACT[node.kind](a, b)), values)
         case _:
             raise NotRational(node.kind)
+
+
+def _floor(x: Any, floor: Callable[[Any], Any], node: Node) -> Any:
+    """Return the floor of a number; of a formula with variables, x minus a function of period 1.
+
+    No points could tell all floors apart, for example those of n/3 and (n + 0.001)/3. What holds
+    for every function of period 1 holds for the floor, too.
+    """
+    whole = floor(x)
+    if not node.symbols():
+        return whole * Fraction(1) if isinstance(x, Fraction) else whole
+    part = x - whole
+    return x - (part * part * 5 + part * 3 + 1) / (part * 2 + 7)
+
+
+def _unknown(x: Any, seed: Any) -> Any:
+    """Return the value of an unknown function: one that satisfies no simple equation."""
+    above = ((seed * x + seed + 3) * x + 7 / seed) * x + 11 * seed
+    return above / (x * x + seed * seed + 5)
 
 
 def _bounded(value: Fraction) -> Fraction:
@@ -229,12 +250,17 @@ class _Numeric:
         match node.kind:
             case "negate":
                 return -parts[0]
+            case "value":
+                seed = self.point[f"{node.name}()"]
+                return _unknown(parts[0], mp.mpf(seed.numerator) / seed.denominator)
             case "absolute":
                 return abs(parts[0])
             case "degrees":
                 return parts[0] * mp.pi / 180
-            case "floor" | "ceiling":
-                return (mp.floor if node.kind == "floor" else mp.ceil)(self.real(parts[0]))
+            case "floor":
+                return _floor(self.real(parts[0]), mp.floor, node)
+            case "ceiling":
+                return -_floor(-self.real(parts[0]), mp.floor, node)
             case "add":
                 return mp.fsum(parts)
             case "multiply":
