@@ -199,13 +199,16 @@ def test_requests_to_a_busy_server_are_retried() -> None:
     assert len(requests) == 3
 
 
-def test_headers_that_trickle_in_end_at_the_timeout() -> None:
+@pytest.mark.parametrize("first", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])
+def test_a_response_that_trickles_in_ends_at_the_timeout(first: bytes) -> None:
+    """In the header, or in a body whose connection the response has taken over."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def trickle() -> None:
         connection, _ = listener.accept()
         with suppress(OSError), connection:  # who asked has gone by then
-            connection.sendall(b"HTTP/1.1 200 OK\r\n")
+            connection.recv(1 << 16)
+            connection.sendall(first)
             for number in range(100):
                 connection.sendall(b"X-%d: x\r\n" % number)
                 time.sleep(0.1)

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,15 +17,18 @@ from trustbatch.observe.run_folder import read_metrics
 from trustbatch.utils.signals import StopSignals
 
 STEPS = 200
+CLUSTER = {"engines": 1, "reward_workers": 0}
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
-def command(model: Path, folder: Path, steps: int = STEPS) -> list[str]:
+def command(model: Path, folder: Path, **tables: Any) -> list[str]:
     tree = {
         "model": {"name": str(model), "device": "cpu"},
         "task": {"name": "arithmetic"},
         "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 3},
-        "training": {"steps": steps, "schedule": "constant", "warmup_fraction": 0.0},
+        "training": {"steps": STEPS, "schedule": "constant", "warmup_fraction": 0.0},
         "run": {"folder": str(folder), "checkpoint_every": 1000},
+        **tables,
     }
     file = folder / "config.toml"
     file.write_text(parse_config(tree).to_toml())
@@ -43,10 +48,19 @@ def wait_for_step(run: Path, step: int, process: "subprocess.Popen[str]") -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_step_is_finished_and_saved(tiny_folder: Path, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "cluster"),
+    [
+        (signal.SIGINT, None),
+        (signal.SIGTERM, None),
+        pytest.param(signal.SIGTERM, CLUSTER, marks=needs_ray),
+    ],
+)
+def test_the_step_is_finished_and_saved(
+    tiny_folder: Path, tmp_path: Path, number: int, cluster: dict[str, int] | None
+) -> None:
     run = tmp_path / "run"
-    process = start(command(tiny_folder, tmp_path))
+    process = start(command(tiny_folder, tmp_path, **{"cluster": cluster} if cluster else {}))
     wait_for_step(run, 2, process)
     process.send_signal(number)
     printed, errors = process.communicate(timeout=120)
@@ -63,7 +77,8 @@ def test_the_step_is_finished_and_saved(tiny_folder: Path, tmp_path: Path, numbe
 def test_a_second_interrupt_ends_at_once(tiny_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start([sys.executable, "-c", SLOW, *command(tiny_folder, tmp_path)[-1:]])
-    wait_for_step(run, 1, process)
+    wait_for_step(run, 2, process)
+    time.sleep(0.5)  # it is in the middle of the next step by now, which takes a minute
     process.send_signal(signal.SIGINT)
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
@@ -79,7 +94,7 @@ from trustbatch.cli import main
 from trustbatch.training.trainer import Trainer
 train, count = Trainer.train, iter(range(100))
 def slow(*args, **kwargs):
-    if next(count):
+    if next(count) > 1:
         time.sleep(60)
     return train(*args, **kwargs)
 Trainer.train = slow

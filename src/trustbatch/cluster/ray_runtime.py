@@ -2,6 +2,8 @@
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -62,7 +64,8 @@ def joined_ray(config: Config) -> Iterator[None]:
     if ray.is_initialized():  # in an actor, or started by the caller
         yield
         return
-    _join(config)
+    with _own_sigterm():
+        _join(config)
     try:
         yield
     finally:
@@ -107,6 +110,16 @@ def _join(config: Config) -> None:
             "the cluster requires a token, set RAY_AUTH_MODE=token and the token as Ray's "
             "documentation describes; or remove the address to start Ray on this machine."
         ) from error
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM, which Ray replaces by one that exits at once."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    is_main = threading.current_thread() is threading.main_thread()  # others can't set handlers
+    if is_main and callable(handler):
+        signal.signal(signal.SIGTERM, handler)
 
 
 def is_loopback(address: str) -> bool:

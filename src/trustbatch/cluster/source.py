@@ -100,8 +100,9 @@ class ClusterSource:
 
     def close(self) -> None:
         """End engines and graders first, or the producer may be waiting for one of them."""
-        if self._producer and self._status:
+        if self._producer:
             self.session.engine.close()
             self.session.scorer.close()
             self._producer.close()
+        if self._status:
             self._status.close()

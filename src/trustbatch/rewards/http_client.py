@@ -79,9 +79,12 @@ class RewardServer:
         watchdog.daemon = True
         try:
             watchdog.start()
+            connection.connect()
+            if is_late.is_set():  # before there was a socket to shut down
+                raise _Retry("it was not reached in time")
             connection.request("POST", path, body, headers)
             response = connection.getresponse()
-            content = _read(response)
+            content = _read(response, is_late)
         finally:
             watchdog.cancel()
             connection.close()
@@ -108,15 +111,20 @@ class RewardServer:
 def _abort(connection: http.client.HTTPConnection, is_late: threading.Event) -> None:
     """End a request from another thread: for whoever reads, the response ends at once."""
     is_late.set()
-    if connection.sock is not None:
+    sock = connection.sock  # None once the response has taken it over: `_read` looks itself
+    if sock is not None:
         with contextlib.suppress(OSError):  # it was closed meanwhile
-            connection.sock.shutdown(socket.SHUT_RDWR)
+            sock.shutdown(socket.SHUT_RDWR)
 
 
-def _read(response: http.client.HTTPResponse) -> bytes:
+def _read(response: http.client.HTTPResponse, is_late: threading.Event) -> bytes:
     content = bytearray()
     while chunk := response.read1(1 << 16):
         content += chunk
+        if is_late.is_set():
+            raise _Retry("its response did not end in time")
         if len(content) > MAX_RESPONSE_BYTES:
             raise InvalidResponse(f"its response is longer than {MAX_RESPONSE_BYTES} bytes")
+    if response.length:  # bytes that were announced and did not come
+        raise _Retry("its response ended too early")
     return bytes(content)
