@@ -14,7 +14,7 @@ import pytest
 
 from trustbatch.config import parse_config
 from trustbatch.observe.run_folder import read_metrics
-from trustbatch.utils.signals import StopSignals
+from trustbatch.utils.signals import SIGNALS, StopSignals
 
 STEPS = 200
 CLUSTER = {"engines": 1, "reward_workers": 0}
@@ -103,6 +103,7 @@ sys.exit(main(["train", sys.argv[1]]))
 
 
 def test_a_signal_before_the_first_step_interrupts(capfd: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
     with StopSignals() as signals:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -112,4 +113,4 @@ def test_a_signal_before_the_first_step_interrupts(capfd: pytest.CaptureFixture[
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.is_asked()
     assert "Stopping after this step" in capfd.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert [signal.getsignal(number) for number in SIGNALS] == before
