@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.shared_data import shared_data
 
 from trustbatch.errors import RewardError
-from trustbatch.math_grading import grade
+from trustbatch.math_grading import algebra
 from trustbatch.math_grading.extract import final_answer
 from trustbatch.math_grading.formula import ParseError, parse_formula
 from trustbatch.math_grading.grade import grade_math
@@ -143,12 +143,12 @@ def test_an_empty_reference_is_an_error() -> None:
 
 
 def test_without_math_verify_only_what_needs_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grade, "has_math_verify", lambda: False)
+    monkeypatch.setattr(algebra, "has_math_verify", lambda: False)
     assert grade_math(boxed(r"\frac{\sqrt{8}}{2}"), r"\sqrt{2}") == 1.0
     assert grade_math(boxed(r"(1, \frac{1}{2}]"), "(1, 0.5]") == 1.0
     assert grade_math(boxed("no formula"), r"\sqrt{2}") == 0.0
     with pytest.raises(RewardError, match=r"pip install 'trustbatch\[math\]'"):
-        grade_math(boxed(r"\sum_{k=1}^{10} k"), "55")
+        grade_math(boxed("55"), r"\sum_{k=1}^{10} k")
 
 
 @pytest.mark.parametrize("name", EVALUATION_FILES)

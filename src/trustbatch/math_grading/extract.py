@@ -5,7 +5,7 @@ The rules, in this order:
 1. If the text contains `</think>`, only the text after the last one counts. If it contains only
    `<think>`, or the prompt has already opened it, thinking never ended and there is no answer.
 2. The content of the last \boxed{...} is the answer, whatever earlier boxes contain. If the last
-   box is never closed, or stands right after "not", there is no answer.
+   box is never closed, or stands right after "not" or a sign that says so, there is no answer.
 3. Without a box, and unless `require_boxed`: the last formula between dollars (or \( \), \[ \]), or
    the last number after it if the reference is a number; but neither if its surroundings make it
    part of something larger, such as 3 1/2, 10^{-3} or 7 or 8. Otherwise all that follows the
@@ -19,10 +19,15 @@ from trustbatch.math_grading.normalize import with_ascii_signs
 _NUMBER = re.compile(r"(?:(?<![\w)\]}-])-)?\d+(?:,\d+)*(?:\.\d+|\.(?=/\d))?(?:/\d+)?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NEGATED = re.compile(
-    r"(?:\bnot|n't|\bcannot|\bnever)(?:\s+(?:be|equal|equal to))?[\s$*:]*(?:\\[(\[]\s*)?"
-    r"\\(?:boxed|fbox)\s*\{$",
+    r"(?:(?:\bnot|n't|\bcannot|\bnever)(?:\s+(?:be|equal|equal to))?"
+    r"|≠|!=|/=|<>|\\(?:ne|neq|neg|lnot)|\\not\s*(?:=|\\[a-z]+)?|\\n[a-z]*(?:eq|sim|cong))$",
     re.IGNORECASE,
 )
+_SPACERS = (
+    " ", "\n", "\t", "\r", "$", "*", ":", "{", "}", "~", r"\,", r"\;", r"\:", r"\!", r"\(", r"\[",
+    r"\quad", r"\qquad", r"\displaystyle", r"\left", r"\boxed", r"\fbox", r"\text",
+)  # fmt: skip
+"""what may stand between a sign and the box that it belongs to"""
 _PHRASE = re.compile(
     r"(?:^|[\n.!?:])[ \t]*(?:(?:so|thus|hence|therefore),?[ \t]+)?"
     r"(?:the[ \t]+)?(?:final[ \t]+)?answer(?:[ \t]+is\b|(?=[ \t]*:)):?",
@@ -72,13 +77,19 @@ def final_answer(
     boxed = last_box(text)
     if boxed is not None:
         start, end = boxed
-        negated = _NEGATED.search(text[max(start - _BESIDE, 0) : start])
-        return None if end is None or negated else text[start:end]
+        return None if end is None or _is_negated(text, start) else text[start:end]
     if require_boxed:
         return None
     # the tail may start within a number: the backslash keeps that number from standing alone
     tail = text if len(text) <= _TAIL else "\\" + text[-_TAIL:]
     return _unboxed(with_ascii_signs(tail), is_number=is_number) or _after_phrase(text)
+
+
+def _is_negated(text: str, position: int) -> bool:
+    """Whether a sign such as not or \\neq stands before a position, apart from spaces."""
+    while spacer := next((each for each in _SPACERS if text.endswith(each, 0, position)), None):
+        position -= len(spacer)
+    return _NEGATED.search(text[max(position - _BESIDE, 0) : position]) is not None
 
 
 def after_thinking(completion: str, *, thinking: bool = False) -> str | None:

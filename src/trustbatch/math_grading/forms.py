@@ -20,11 +20,23 @@ _UNIT = re.compile(
     r"(?P<text>\\text\{(?P<name>[^{}]*)\})(?:\^\{?(?P<power>[23])\}?)?$"
     r"|(?P<degree>\\degree ?)$|(?P<percent> ?\\%|\\text\{ ?percent ?\}| ?percent)$"
 )
+_COUNTED = (
+    r"(?<= )(?:(?:(?:different|distinct|possible) )?(?:(?:way|outcome|arrangement|permutation|"
+    r"combination|solution|student|number|integer|point|triangle|digit|value|case|element|set|"
+    r"subset|function|path|game|team|player|coin|ball|card|marble|apple|orange|cookie|book|ticket|"
+    r"car|house|tree|page|question|problem|row|column|tile|block|piece|slice|item|step|boy|girl|"
+    r"word|letter|edge|side|face|divisor|factor|term|prime|person|animal|dog|cat|chicken|flower|"
+    r"pencil|box|bag|cup|bottle|glass|stamp|toy|egg|gallon|passenger|guest|member)(?:e?s)?|"
+    r"possibilit(?:y|ies)|people|children|men|women|vertices|candies|cherries|strawberries))"
+)
+"""what answers count, where it is written without \text"""
 _PLAIN_UNIT = re.compile(
     r"(?<=[\d.}])\s?(?P<name>(?:square |sq |cubic |cu )?(?:mm|cm|km|kg|mg|ml|ft|yd|mi|mph|lbs?|"
     r"inch(?:es)?|feet|foot|yards?|miles?|met(?:er|re)s?|centimet(?:er|re)s?|kilomet(?:er|re)s?|"
     r"units?|degrees?|radians?|seconds?|minutes?|hours?|days?|weeks?|months?|years?|dollars?|"
-    r"cents?|euros?|pounds?|grams?|kilograms?|lit(?:er|re)s?))(?:\^\{?(?P<power>[23])\}?)?$"
+    r"cents?|euros?|pounds?|grams?|kilograms?|lit(?:er|re)s?|"
+    + _COUNTED
+    + r"))(?:\^\{?(?P<power>[23])\}?)?$"
 )
 _NUMBER_IN_TEXT = re.compile(r"^\\text\{ ?(-?\d+(?:\.\d+)?)( [^{}\d]*)\}$")
 _MIXED = re.compile(r"^(-?\d+) (\d+)/(\d+)$")
@@ -199,6 +211,8 @@ def names_value(form: Form) -> bool:
         return form.kind != "list" and all(map(names_value, form.items))
     if form.kind != "scalar" or not any(character.isalpha() for character in form.text):
         return False
+    if re.fullmatch(r"\\frac\{d[a-zA-Z]\}\{d[a-zA-Z]\}", form.text):
+        return True
     return re.search(r"^\d|[-+*/^!]|\\(?:frac|sqrt|cdot|times|binom)", form.text) is None
 
 

@@ -14,6 +14,8 @@ FUNCTIONS = frozenset(
     ["sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh",
      "ln", "log", "lg", "exp"]
 )  # fmt: skip
+OF_SEVERAL = frozenset(["gcd", "lcm", "max", "min"])
+"""functions of several numbers, in brackets"""
 GREEK = frozenset(
     ["alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta",
      "iota", "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi",
@@ -217,7 +219,8 @@ class _Parser:
     def postfix(self, depth: int) -> Node:
         token = self.current or ""
         node = self.atom(depth)
-        if node.kind == "symbol" and token not in ("(", "[", "{"):
+        # in brackets, too, f is a function: (f)(0) is not a product, but (a)(2) is one
+        if node.kind == "symbol" and (token not in ("(", "[", "{") or _is_function(node)):
             node = self.function_value(node, depth)
         return self.factorials(node)
 
@@ -231,7 +234,7 @@ class _Parser:
         """Whether a bracket follows that contains the argument of a function, not a factor."""
         if self.current not in ("(", "[", "{"):
             return False
-        if re.sub(r"[_'].*", "", symbol.name) in FUNCTION_LETTERS:
+        if _is_function(symbol):
             return True
         start = self.position
         inner = self.group(depth)
@@ -332,11 +335,27 @@ class _Parser:
             return Node("root", (degree, self.argument(depth + 1)))
         if name in FUNCTIONS:
             return self.function(name, depth + 1)
+        if name in OF_SEVERAL:
+            return self.of_several(name, depth)
         if name in ("lfloor", "lceil"):
             inner = self.sum(depth + 1)
             self.expect("\\r" + name[1:])
             return Node("floor" if name == "lfloor" else "ceiling", (inner,))
         raise ParseError(f"unknown command \\{name}")
+
+    def of_several(self, name: str, depth: int) -> Node:
+        """Parse gcd(12, 18) and the like of numbers."""
+        closing = {"(": ")", r"\{": r"\}"}.get(self.take())
+        if closing is None:
+            raise ParseError(f"{name} without brackets")
+        parts = [self.sum(depth + 1)]
+        while self.current == ",":
+            self.take()
+            parts.append(self.sum(depth + 1))
+        self.expect(closing)
+        if any(part.symbols() for part in parts):
+            raise ParseError(f"{name} of variables")
+        return Node("of several", tuple(parts), name=name)
 
     def function(self, name: str, depth: int) -> Node:
         parts: tuple[Node, ...] = ()
@@ -365,6 +384,10 @@ class _Parser:
         if any(factor.kind == "value" for factor in factors):
             raise ParseError("where the argument of a function ends is not clear")
         return factors[0] if len(factors) == 1 else Node("multiply", tuple(factors))
+
+
+def _is_function(symbol: Node) -> bool:
+    return re.sub(r"[_'].*", "", symbol.name) in FUNCTION_LETTERS
 
 
 def _number(token: str) -> Fraction:

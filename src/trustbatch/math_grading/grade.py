@@ -1,20 +1,19 @@
 r"""Comparing the final answer of a completion with the reference.
 
 Two answers are equal if they are the same text after normalization, or have the same form
-(`forms`) and equal parts: numbers exactly, formulas by their values (`values`). What only a
-computer algebra system can parse, such as sums, integrals and limits, goes to math-verify.
+(`forms`) and equal parts: numbers exactly, formulas by their values (`values`). A reference that
+only a computer algebra system can parse, such as a sum or a limit, goes to math-verify (`algebra`).
 
 An ambiguous answer is graded as wrong: the policy quickly learns to exploit a reward for a wrong
 answer, while rejecting an unusual spelling costs little.
 """
 
-import importlib.util
-import logging
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 
 from trustbatch.errors import RewardError
+from trustbatch.math_grading.algebra import equal_by_algebra
 from trustbatch.math_grading.extract import final_answer, last_box
 from trustbatch.math_grading.forms import Form, is_name, names_value, normalized_words, parse_form
 from trustbatch.math_grading.formula import Node, ParseError, parse_formula
@@ -23,7 +22,6 @@ from trustbatch.math_grading.values import close, equal, proportional
 
 MAX_ANSWER_LENGTH = 10_000
 """characters; longer answers are compared as text only"""
-_FOR_ALGEBRA = re.compile(r"\\(?:sum|prod|int|lim|max|min|gcd|lcm|det|bmod)(?![a-zA-Z])")
 _NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)(?:/0*[1-9]\d*)?")
 _SCIENTIFIC = re.compile(
     r"([-+]?(?:\d+\.\d+|0*1(?=[eE])|\d+(?=E|e\d)|\d(?=e[-+]\d\d)))[eE]([-+]?\d{1,3})"
@@ -95,12 +93,6 @@ def grade_math(
 def prepare() -> None:
     """Import mpmath in advance, so that its import does not count against a time limit."""
     import mpmath  # noqa: F401
-
-
-@lru_cache(maxsize=1)
-def has_math_verify() -> bool:
-    """Whether math-verify is installed."""
-    return importlib.util.find_spec("math_verify") is not None
 
 
 @lru_cache(maxsize=4096)
@@ -221,8 +213,10 @@ def _scalars_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
 
 def _values_equal(given: Form, wanted: Form, rules: _Rules) -> bool:
     left, right = _node(given.text), _node(wanted.text)
-    if left is None or right is None:
-        return _equal_by_algebra(given.text, wanted.text)
+    if right is None:
+        return equal_by_algebra(given.text, left, wanted.text)
+    if left is None:
+        return False
     candidates = [_scaled(left, given.is_percent)]
     if rules.percent and given.is_percent != wanted.is_percent:
         candidates.append(_scaled(left, wanted.is_percent))
@@ -257,38 +251,3 @@ def _node(text: str) -> Node | None:
         return parse_formula(text)
     except ParseError:
         return None
-
-
-def _equal_by_algebra(given: str, wanted: str) -> bool:
-    """Compare sums, integrals and limits with math-verify.
-
-    math-verify ignores case and primes, so both texts must have the same variables.
-    """
-    if not _FOR_ALGEBRA.search(given) and not _FOR_ALGEBRA.search(wanted):
-        return False
-    if not has_math_verify():
-        raise RewardError(
-            f"Comparing {given[:80]!r} with {wanted[:80]!r} needs math-verify: "
-            "pip install 'trustbatch[math]'."
-        )
-    if _variables(given) != _variables(wanted):
-        return False
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    # math-verify's own timeouts use signals; the grading process has a time limit already
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    as_is = NormalizationConfig(basic_latex=False, boxed="none")
-    config = [LatexExtractionConfig(normalization_config=as_is)]
-    parsed = [
-        parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=0)
-        for text in (wanted, given)
-    ]
-    return all(parsed) and verify(parsed[0][0], parsed[1][0], timeout_seconds=0)
-
-
-def _variables(text: str) -> set[str]:
-    """Return the letters and primes outside commands, except bound variables of sums."""
-    bound = set(re.findall(r"\\(?:sum|prod|lim)_\{?([A-Za-z])|d([A-Za-z])\b", text))
-    letters = set(re.findall(r"[A-Za-z']", re.sub(r"\\[a-zA-Z]+", "", text)))
-    return letters - {name for pair in bound for name in pair} - {"d"}

@@ -19,7 +19,8 @@ _REPLACED = {
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
 _FUNCTIONS = (
-    "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|lg|exp|sqrt|pi|infty"
+    "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|lg|exp|gcd|lcm|sqrt|pi|"
+    "infty"
 )
 _STEPS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
@@ -43,6 +44,9 @@ _STEPS: list[tuple[re.Pattern[str], str]] = [
          r"\s*\*?\s*(?=\{)", r"\\text"),
         (r"\\text\s*\{\s*(" + _FUNCTIONS + r")\s*\}", r"\\\1 "),
         (r"\\text\s*\{\s*([ei]|[-+]?[\d.]+)\s*\}", r"\1 "),
+        (r"\\text\s*\{\s*d\s*\}\s*(?=[a-zA-Z])", "d"),
+        (r"\\frac\s*\{\s*d\s*([a-zA-Z])\s*\}\s*\{\s*d\s*([a-zA-Z])\s*\}", r"\\frac{d\1}{d\2}"),
+        (r"(?<![\w\\^}])d([a-zA-Z])\s*/\s*d([a-zA-Z])(?![\w^(])", r"\\frac{d\1}{d\2}"),
         (r"\\mathbb\s+([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
         (r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])", r"\\le "),
         (r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])", r"\\ge "),

@@ -7,7 +7,7 @@ raises TooLarge before it is computed.
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import reduce
 from typing import Any
@@ -57,6 +57,15 @@ def proportional(a: Node, b: Node) -> bool:
         if not above or not below or ratio not in (None, above / below):
             return False
         ratio = above / below
+    return True
+
+
+def is_computable(node: Node) -> bool:
+    """Whether a formula has a value that is not too large to compute, at some point."""
+    try:
+        numeric(node, _point(sorted(node.symbols()), 0), DIGITS)
+    except (TooLarge, ZeroDivisionError, ValueError, OverflowError):
+        return False
     return True
 
 
@@ -142,6 +151,8 @@ def exact(node: Node, point: Mapping[str, Fraction]) -> Fraction:
             return Fraction(math.factorial(_small_whole(exact(node.parts[0], point))))
         case "reciprocal":
             return 1 / _not_zero(exact(node.parts[0], point))
+        case "of several":
+            return _bounded(_SEVERAL[node.name]([exact(part, point) for part in node.parts]))
         case "add" | "multiply" | "power" | "binomial":
             values = [exact(part, point) for part in node.parts]
             return reduce(lambda a, b: _bounded(_EXACT[node.kind](a, b)), values)
@@ -213,6 +224,20 @@ _EXACT: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
+def _whole(values: Sequence[Fraction]) -> list[int]:
+    if any(value.denominator != 1 for value in values):
+        raise TooLarge("a divisor of fractions")
+    return [int(value) for value in values]
+
+
+_SEVERAL: dict[str, Callable[[Sequence[Fraction]], Fraction]] = {
+    "gcd": lambda values: Fraction(math.gcd(*_whole(values))),
+    "lcm": lambda values: Fraction(math.lcm(*_whole(values))),
+    "max": max,
+    "min": min,
+}
+
+
 def numeric(node: Node, point: Mapping[str, Fraction], digits: int) -> Any:
     """Return the value of a formula as a complex number with `digits` digits."""
     import mpmath  # a dependency of torch through sympy; slow to import
@@ -277,6 +302,8 @@ class _Numeric:
                 return mp.binomial(self.moderate(parts[0]), self.moderate(parts[1]))
             case "call":
                 return self.call(node.name, parts)
+            case "of several" if node.name in ("max", "min"):
+                return _SEVERAL[node.name]([self.real(part) for part in parts])
         raise TooLarge(node.kind)
 
     def power(self, base: Any, exponent: Any) -> Any:
