@@ -4,8 +4,9 @@
     python benchmarks/evidence_table.py results/gpu/runs.jsonl --dead 0.14
     python benchmarks/evidence_table.py --collect STUDY_FOLDER > results/cpu/trust.jsonl
 
---update rewrites every table between <!-- table: FILE DEAD --> and <!-- end -->, and
-every list of paired differences between <!-- paired: FILE ARM --> and <!-- end -->. A run below
+--update rewrites every table between <!-- table: FILE DEAD --> and <!-- end -->, every list of
+paired differences after <!-- paired: FILE ARM -->, and every comparison of two files of runs after
+<!-- agreement: FILE DEAD FILE DEAD -->. A run below
 --dead is shown in bold. The last columns are the mean over regimes of the means over seeds, the
 worst regime's mean, and how many runs are dead. --collect makes such a file of the finished runs of
 a study, whose arms are named REGIME-METHOD. A run that failed counts as dead.
@@ -16,8 +17,9 @@ import json
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import correlation, mean, stdev
 from typing import Any
 
 REGIMES = {
@@ -66,6 +68,10 @@ LABELS = {
 
 TABLE = re.compile(r"<!-- table: (\S+) ([\d.]+) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
 
+AGREEMENT = re.compile(
+    r"<!-- agreement: (\S+) ([\d.]+) (\S+) ([\d.]+) -->\n(.*?)\n?<!-- end -->", re.DOTALL
+)
+
 PAIRED = re.compile(r"<!-- paired: (\S+) (\S+) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
 
 
@@ -79,7 +85,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.update is not None:
         page = TABLE.sub(_filled, args.update.read_text())
-        args.update.write_text(PAIRED.sub(_filled_differences, page))
+        page = PAIRED.sub(_filled_differences, page)
+        args.update.write_text(AGREEMENT.sub(_filled_agreement, page))
     elif args.collect is not None:
         sys.stdout.writelines(json.dumps(line) + "\n" for line in collect(args.collect))
     else:
@@ -135,6 +142,67 @@ def differences(file: Path, arm: str) -> str:
         ahead = f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
         rows.append([LABELS[other], f"{mean(gains):+.3f}", f"{error:.3f}", ahead])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def agreement(first: Path, dead_first: float, second: Path, dead_second: float) -> str:
+    """Return how well the cells (objective and regime) of two files agree, by means over seeds."""
+    cells = [_means(file) for file in (first, second)]
+    shared = sorted(cells[0].keys() & cells[1].keys())
+    pairs = [(cells[0][cell], cells[1][cell]) for cell in shared]
+    dead = [(one < dead_first, other < dead_second) for one, other in pairs]
+    objectives = sorted({label for label, _ in shared})
+    overall = [
+        [mean(each[cell] for cell in shared if cell[0] == label) for label in objectives]
+        for each in cells
+    ]
+    rows = [
+        ("objectives, cells", f"{len(objectives)}, {len(shared)}"),
+        ("agree on dead or alive", str(sum(one == other for one, other in dead))),
+        ("dead in both", str(dead.count((True, True)))),
+        (f"dead in `{first}` alone", _names(shared, dead, (True, False))),
+        (f"dead in `{second}` alone", _names(shared, dead, (False, True))),
+        ("rank correlation of cells", f"{rank_correlation(*zip(*pairs, strict=True)):.2f}"),
+        ("rank correlation of objectives' means", f"{rank_correlation(*overall):.2f}"),
+    ]
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return Spearman's correlation; equal values share the mean of their ranks."""
+    ranks = [
+        [sum(other < each for other in values) + values.count(each) / 2 for each in values]
+        for values in (list(first), list(second))
+    ]
+    return correlation(*ranks)
+
+
+def _means(file: Path) -> dict[tuple[str, str], float]:
+    """Return the mean over seeds by label and regime."""
+    values: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for line in file.read_text().splitlines():
+        run = json.loads(line)
+        values[LABELS[run["arm"]], run["regime"]].append(run["held_out"])
+    return {cell: mean(each) for cell, each in values.items()}
+
+
+def _names(
+    cells: list[tuple[str, str]], dead: list[tuple[bool, bool]], which: tuple[bool, bool]
+) -> str:
+    """Return the cells that died where `which` says."""
+    named = [
+        f"{label} at {REGIMES[regime]}"
+        for (label, regime), each in zip(cells, dead, strict=True)
+        if each == which
+    ]
+    return "; ".join(named) or "none"
+
+
+def _filled_agreement(found: re.Match[str]) -> str:
+    """Return a section of the page with the comparison of its two files."""
+    first, dead_first, second, dead_second, _ = found.groups()
+    shown = agreement(Path(first), float(dead_first), Path(second), float(dead_second))
+    head = f"<!-- agreement: {first} {dead_first} {second} {dead_second} -->"
+    return f"{head}\n{shown}\n<!-- end -->"
 
 
 def _filled_differences(found: re.Match[str]) -> str:

@@ -53,6 +53,39 @@ def test_differences_by_hand(tmp_path: Path) -> None:
     assert last == "| GRPO | +0.050 | 0.150 | 1 of 2 |"
 
 
+COMPARISONS = evidence_table.AGREEMENT.findall((ROOT / "docs" / "results.md").read_text())
+
+
+def test_the_comparison_of_scales_is_that_of_their_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # it names the files as the page does
+    ((first, dead_first, second, dead_second, shown),) = COMPARISONS
+    files = Path(first), float(dead_first), Path(second), float(dead_second)
+    assert shown == evidence_table.agreement(*files)
+
+
+def test_a_comparison_by_hand(tmp_path: Path) -> None:
+    # four shared cells: ranks 1 2 3 4 and 2 1 3 4, so 1 - 6 * (1 + 1) / (4 * 15) = 0.8
+    values = {"fresh": (0.1, 0.2), "t1.2": (0.2, 0.1), "lag8": (0.5, 0.9)}
+    for place, name in enumerate(("large", "small")):
+        arm = ("grpo", "grpo-0.2")[place]  # two names of one objective
+        lines = [
+            {"arm": arm, "regime": regime, "seed": 1, "held_out": pair[place]}
+            for regime, pair in values.items()
+        ]
+        lines.append({"arm": "pact", "regime": "fresh", "held_out": 0.6 + place})
+        lines.append({"arm": ("cispo", "dapo")[place], "regime": "fresh", "held_out": 0.0})
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = evidence_table.agreement(tmp_path / "large", 0.15, tmp_path / "small", 0.15)
+    assert [line.split(" | ")[1].removesuffix(" |") for line in shown.splitlines()[3:]] == [
+        "2",
+        "0",
+        "GRPO at T = 1",
+        "GRPO at T = 1.2",
+        "0.80",
+        "1.00",
+    ]
+
+
 def test_no_placeholder_is_left_on_the_page() -> None:
     assert not re.findall(r"\b[A-Z]{3,}_[A-Z]+\b", (ROOT / "docs" / "results.md").read_text())
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.own_task import Digits
 from tests.support.sessions import train_session
 from torch import Tensor
 
@@ -49,18 +50,6 @@ class Anchorless(NativeEngine):
             replace(completion, anchor_logp=None, anchor_top_logp=None)
             for completion in super().generate(requests)
         ]
-
-
-class Digits:
-    """Rewards depend on what is written, so that every update moves the weights."""
-
-    name = "digits"
-
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(id=str(index), text=f"{index}+1=", answer="")
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        return float(sum(map(ord, completion)))
 
 
 def tables(tiny_folder: Path, folder: Path, **rollout: Any) -> dict[str, Any]:

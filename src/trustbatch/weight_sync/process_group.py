@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +24,7 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
 }
 """read by torch when a group is created"""
+POLL_SECONDS = 2e-4
 _creating = threading.Lock()
 
 
@@ -46,6 +48,8 @@ class TransferGroup:
         self, store: Store, rank: int, *, backend: Backend, address: str, seconds: float
     ) -> None:
         self.backend = backend
+        self._is_canceled = threading.Event()
+        self._transferring = threading.Lock()
         self._peer = ENGINE if rank == TRAINER else TRAINER
         create = _nccl_group if backend == Backend.NCCL else _gloo_group
         self._group: Any = create(store, rank, address, timedelta(seconds=seconds))
@@ -61,15 +65,34 @@ class TransferGroup:
 
     def send(self, content: Tensor, seconds: float) -> None:
         """Return when the other member has the tensor."""
-        self._group.send([content], self._peer, 0).wait(timedelta(seconds=seconds))
+        with self._transferring:
+            self._finish(self._group.send([content], self._peer, 0), seconds)
 
     def receive(self, content: Tensor, seconds: float) -> None:
         """Fill a tensor with what the other member sends."""
-        self._group.recv([content], self._peer, 0).wait(timedelta(seconds=seconds))
+        with self._transferring:
+            self._finish(self._group.recv([content], self._peer, 0), seconds)
 
     def abort(self) -> None:
-        """Cancel running transfers: unlike gloo, NCCL does not notice that a peer is dead."""
-        self._group.abort()
+        """Cancel a running transfer: unlike gloo, NCCL does not notice that a peer is dead."""
+        self._is_canceled.set()
+        if self.backend == Backend.GLOO:
+            self._group.abort()
+            return
+        with self._transferring:  # a transfer that was under way has ended
+            self._group.abort()
+
+    def _finish(self, work: Any, seconds: float) -> None:
+        """Wait until a transfer is done or canceled."""
+        # NCCL's communicator must not be aborted by one thread while another waits for it: the
+        # process would end with a segmentation fault. So the waiting thread does it.
+        deadline = time.monotonic() + seconds
+        while self.backend == Backend.NCCL and not work.is_completed():
+            if self._is_canceled.is_set() or time.monotonic() > deadline:
+                self._group.abort()
+                raise RuntimeError("the transfer was canceled, or its time was over")
+            time.sleep(POLL_SECONDS)
+        work.wait(timedelta(seconds=seconds))
 
 
 def _gloo_group(store: Store, rank: int, address: str, timeout: timedelta) -> Any:

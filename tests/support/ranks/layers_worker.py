@@ -33,15 +33,16 @@ if find_spec("torchao"):
     VARIANTS |= {"8-bit": {"optimizer": "adamw_8bit"}}
 
 
-def main(model: str, output: str) -> None:
-    """Train all variants; rank 0 writes metrics and weights."""
+def main(model: str, output: str, names: tuple[str, ...] = tuple(VARIANTS)) -> None:
+    """Train some variants; rank 0 writes metrics and weights."""
     torch.set_num_threads(1)
     with joined_ranks("cpu"):
         initial = Policy.load(model, device="cpu", precision="float32")
         batches = make_batches(initial)
         metrics: dict[str, list[dict[str, float]]] = {}
         weights: dict[str, torch.Tensor] = {}
-        for name, settings in VARIANTS.items():
+        for name in names:
+            settings = VARIANTS[name]
             policy = copy.deepcopy(initial)
             # torchao compiles its step, which would take longer than all the rest
             stance = "force_eager" if name == "8-bit" else "default"

@@ -15,6 +15,7 @@ class ByRank:
     """Rewards a completion with the number of the process that asks."""
 
     name: str = "by_rank"
+    grades_in_process: bool = True
 
     def prompt(self, index: int) -> Prompt:
         """Return a sum."""
