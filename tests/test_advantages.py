@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,6 +29,15 @@ def test_epsilon_is_added_to_the_deviation() -> None:
     # mean 1, std 1: A = +-1 / (1 + 1)
     result = group_standardized(torch.tensor([[0.0, 2.0]]), epsilon=1.0)
     assert result.tolist() == [[-0.5, 0.5]]
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("function", [group_standardized, group_quantile])
+def test_an_epsilon_that_is_not_above_0_is_refused(
+    function: Callable[..., torch.Tensor], epsilon: float
+) -> None:
+    with pytest.raises(ValueError, match="epsilon must be a number above 0, not "):
+        function(torch.tensor([[0.0, 2.0]]), epsilon=epsilon)
 
 
 def test_group_centered_by_hand() -> None:

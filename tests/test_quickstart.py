@@ -1,6 +1,10 @@
-"""The quickstart as a user runs it, and what it promises."""
+"""The quickstart as a user runs it, and what it and the minimal loop promise."""
 
 import json
+import re
+import runpy
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,14 +12,23 @@ import pytest
 import trustbatch
 from trustbatch.cli import main
 from trustbatch.config import load_config
-from trustbatch.models.tiny import warm_start
+from trustbatch.models import tiny
+
+LOOP = Path(__file__).parents[1] / "examples" / "minimal_loop.py"
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's, which takes half a minute to make."""
+    return tiny.warm_start(tmp_path_factory.mktemp("warm") / "tiny")
 
 
 @pytest.mark.slow
-def test_p3o_takes_the_tiny_model_from_below_04_to_above_08(tmp_path: Path) -> None:
-    model = warm_start(tmp_path / "tiny")
+def test_p3o_takes_the_tiny_model_from_below_04_to_above_08(
+    base_model: Path, tmp_path: Path
+) -> None:
     result = trustbatch.train(
-        model=model,
+        model=base_model,
         task={"name": "arithmetic", "level": 2},
         objective="p3o",
         rollout={"max_tokens": 6},
@@ -27,6 +40,25 @@ def test_p3o_takes_the_tiny_model_from_below_04_to_above_08(tmp_path: Path) -> N
     assert sum(rewards[-5:]) / 5 > 0.8
     # on-policy: the engine samples from the trainer's own parameters
     assert max(line["one_minus_ess"] for line in result.metrics) < 1e-9
+
+
+@pytest.mark.slow
+def test_minimal_loop_learns(
+    base_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script as it is, but for its base model, which would be made with fewer steps."""
+
+    def copy_model(folder: Path, *, seed: int, clean_steps: int, noisy_steps: int) -> Path:
+        assert (seed, clean_steps > noisy_steps) == (0, True)
+        return shutil.copytree(base_model, folder)
+
+    monkeypatch.setattr(tiny, "warm_start", copy_model)
+    monkeypatch.setattr(sys, "argv", ["minimal_loop.py"])
+    runpy.run_path(str(LOOP), run_name="__main__")
+    found = re.findall(r"^step +\d+  reward ([\d.]+)", capsys.readouterr().out, re.MULTILINE)
+    rewards = [float(reward) for reward in found]
+    assert len(rewards) == 20
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
 
 
 @pytest.mark.slow

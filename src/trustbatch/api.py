@@ -155,7 +155,11 @@ def _describe(task: Task) -> dict[str, Any]:
     if dataclasses.is_dataclass(task):
         for field in dataclasses.fields(task):
             value = getattr(task, field.name)
-            if isinstance(value, str | int | float | bool):
+            if _is_plain(value) or (isinstance(value, list | tuple) and all(map(_is_plain, value))):
                 described[field.name] = value
     kind = type(task)
     return described | {"name": f"{kind.__module__}:{kind.__qualname__}"}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float | bool)

@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +18,13 @@ from trustbatch import __version__
 from trustbatch.errors import ConfigError, TrustbatchError
 from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_info, engine_names
 from trustbatch.studies.command import add_study_arguments
+from trustbatch.utils.system_errors import explain
 from trustbatch.utils.terminal import plain_line
+
+if TYPE_CHECKING:
+    from trustbatch.config import Config
+    from trustbatch.evaluation.suite import EvaluatedTask
+    from trustbatch.tasks import Task
 
 SECONDS_FOR_RANK_ZERO = 20.0
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -28,7 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(words)
-    except (TrustbatchError, OSError) as error:
+    except KeyboardInterrupt:
+        again = " The same command continues from the last checkpoint." if "train" in words else ""
+        Console(stderr=True).print(f"\nStopped.{again}")
+        return 130
+    except _errors_of_the_machine() as error:
+        sentence = None if isinstance(error, TrustbatchError) else explain(error)
+        if sentence is None and not isinstance(error, TrustbatchError | OSError):
+            raise
         rank = os.environ.get("RANK", "0")
         if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
             # every process of a machine finds the same and the first one says so, unless another
@@ -37,18 +51,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         who = f"rank {rank}: " if rank != "0" else ""
         Console(stderr=True, soft_wrap=True).print(
-            f"{who}error: {_printable(error)}", markup=False, style="red"
+            f"{who}error: {_printable(sentence or str(error))}", markup=False, style="red"
         )
         return 2
-    except KeyboardInterrupt:
-        again = " The same command continues from the last checkpoint." if "train" in words else ""
-        Console(stderr=True).print(f"\nStopped.{again}")
-        return 130
 
 
-def _printable(error: Exception) -> str:
+def _errors_of_the_machine() -> tuple[type[Exception], ...]:
+    """Return our own errors, and those that may say that a disk or the memory is full."""
+    # not imported here: there may be no memory or file handle left for it
+    library = sys.modules.get("safetensors")
+    others = () if library is None else (library.SafetensorError,)
+    return TrustbatchError, OSError, MemoryError, RuntimeError, ImportError, *others
+
+
+def _printable(message: str) -> str:
     """Return a message whose quotations, such as a completion, can't control the terminal."""
-    return "\n".join(plain_line(line) for line in str(error).split("\n"))
+    return "\n".join(plain_line(line) for line in message.split("\n"))
 
 
 def _run(arguments: list[str]) -> int:
@@ -237,17 +255,16 @@ def _gib(text: str) -> float:
 
 
 def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
+    from trustbatch.build.data import checked_task
     from trustbatch.build.session import configured_task
     from trustbatch.config import load_config
-    from trustbatch.config.resume import check_resumable
     from trustbatch.evaluation.in_training import configured_suite
-    from trustbatch.observe.run_folder import RunFolder
     from trustbatch.plan import describe_plan
     from trustbatch.plan.hardware import find_hardware, has_gpu
     from trustbatch.plan.memory import GIB
-    from trustbatch.plan.token_counts import prompt_encoder
+    from trustbatch.plan.token_counts import prompt_tokenizer
     from trustbatch.rewards import Scorer
-    from trustbatch.tasks import fit_task, without_overlap
+    from trustbatch.tasks import without_overlap
     from trustbatch.utils.terminal import LiveLine
 
     if int(os.environ.get("RANK", "0")) > 0:
@@ -260,11 +277,18 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(
             f"--gpus {options.gpus} needs --gpu-memory, such as 80: there is no GPU here."
         )
-    if (encode := prompt_encoder(config)) is not None:
-        task = fit_task(task, encode, say=LiveLine().show)
+    if (tokenizer := prompt_tokenizer(config)) is not None:
+        task = checked_task(
+            config,
+            task,
+            suite,
+            count_tokens=tokenizer.count_tokens,
+            context_length=tokenizer.context_length,
+            say=LiveLine().show,
+        )
     if not is_elsewhere:
         engine_info(config.rollout.engine).require()
-    check_resumable(config, RunFolder(config.run, config.to_toml()))
+    _check_resumable(config, task, suite, is_fitted=tokenizer is not None)
     if config.reward.terms:
         scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
         with contextlib.closing(scorer):
@@ -279,6 +303,31 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         line = f"Evaluated every {config.evaluation.every} steps on {sizes}."
         console.print(line, markup=False, highlight=False)
     return 0
+
+
+def _check_resumable(
+    config: "Config", task: "Task", suite: "list[EvaluatedTask]", *, is_fitted: bool
+) -> None:
+    """Refuse what a start of the run would refuse."""
+    from trustbatch.build.fingerprints import (
+        fingerprint_files,
+        fingerprint_prompts,
+        refuse_changed_files,
+        refuse_changed_prompts,
+    )
+    from trustbatch.checkpoints.load import list_checkpoints
+    from trustbatch.config.resume import check_resumable
+    from trustbatch.observe.run_folder import RunFolder
+    from trustbatch.utils.terminal import LiveLine
+
+    run = RunFolder(config.run, config.to_toml())
+    check_resumable(config, run)
+    newest = next(reversed(list_checkpoints(run.checkpoints)), None)
+    say = partial(LiveLine().show, last=True)
+    files = fingerprint_files(config, task, suite)
+    refuse_changed_files(config, newest, files, say)
+    if is_fitted:
+        refuse_changed_prompts(config, newest, fingerprint_prompts(files, task), say)
 
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -309,13 +358,13 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
+    from trustbatch.build.data import checked_task
     from trustbatch.build.engines import build_engine, load_second_policies
     from trustbatch.build.policies import load_policy
     from trustbatch.build.session import configured_task
     from trustbatch.config import load_config
     from trustbatch.doctor.examine import examine
     from trustbatch.doctor.verdict import judge, show, to_record
-    from trustbatch.tasks import fit_task
     from trustbatch.utils.terminal import LiveLine
 
     config = load_config(options.config, overrides)
@@ -325,7 +374,14 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     line = LiveLine()
     line.show(f"loading {config.model.name}")
     policy = load_policy(config)
-    task = fit_task(task, policy.encode, say=line.show)
+    task = checked_task(
+        config,
+        task,
+        [],
+        count_tokens=policy.count_tokens,
+        context_length=policy.context_length,
+        say=line.show,
+    )
     load_second_policies(config, policy)  # refuses what a run would refuse
     engine = build_engine(config, policy)
     try:

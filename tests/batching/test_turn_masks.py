@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +23,17 @@ VARIANTS: list[dict[str, object]] = [
 ]
 
 
-@pytest.fixture
-def sequences(policy: Policy) -> list[TrainSequence]:
-    """Episodes of one to six turns, four of each prompt, at a temperature that makes ratios."""
-    advantages = torch.tensor([math.sin(number) for number in range(24)]).view(6, 4)
-    return to_sequences(episodes(policy, temperature=1.3), advantages)
+@pytest.fixture(scope="module")
+def sequences(tiny_folder: Path) -> list[TrainSequence]:
+    """Episodes of one to six turns, three of each prompt, at a temperature that makes ratios."""
+    policy = Policy.load(str(tiny_folder), device="cpu", precision="float32")
+    advantages = torch.tensor([math.sin(number) for number in range(9)]).view(3, 3)
+    groups = episodes(policy, temperature=1.3, indices=range(3), num_samples=3)
+    sequences = to_sequences(groups, advantages)
+    num_turns = [len(sequence.completion.turns) for sequence in sequences]
+    assert min(num_turns) <= 1
+    assert max(num_turns) >= 5
+    return sequences
 
 
 def gradient_of(

@@ -205,6 +205,8 @@ def test_a_kill_leaves_the_last_good_checkpoint(
     folder = tmp_path / "checkpoints"
     processes = ranks.start_ranks(num_ranks, tmp_path, ranks.save_for_ever, tiny_folder, folder)
     deadline = time.monotonic() + ranks.START_SECONDS
+    while not (folder / "step-1").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)  # what follows is too short for a pause
     while not any(folder.glob(moment)) and not (folder / "step-4").exists():
         assert all(process.is_alive() for process in processes), "a process failed"
         assert time.monotonic() < deadline, "nothing is written"
@@ -241,6 +243,10 @@ def change(path: Path) -> None:
     path.write_bytes(content)
 
 
+def list_nothing(path: Path) -> None:
+    path.write_text('{"format": 1, "files": {}}')
+
+
 @pytest.mark.parametrize(
     ("damage", "file", "reason"),
     [
@@ -251,6 +257,7 @@ def change(path: Path) -> None:
         *((change, file, "was changed after") for file in DAMAGED_FILES[1:]),
         (Path.unlink, "trainer/state.json", r"state\.json is missing"),
         (Path.unlink, "manifest.json", "another version wrote it"),
+        (list_nothing, "manifest.json", "does not list config.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(

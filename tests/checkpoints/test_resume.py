@@ -1,11 +1,7 @@
 """A run killed with SIGKILL at any moment and started again equals one that was never killed."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,116 +9,60 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support import forked
+from tests.support.killed_runs import LEARNING, Kind, comparable, finish
 
 import trustbatch
+from trustbatch.cli import main
 from trustbatch.errors import CheckpointError, ConfigError
 from trustbatch.observe.run_folder import read_metrics
-
-CONFIG = """
-seed = 3
-[model]
-name = {model!r}
-{task}
-[rollout]
-prompts_per_step = 4
-samples_per_prompt = 4
-max_tokens = 5
-lag = {lag}
-temperature = 1.1
-[objective]
-name = {objective!r}
-[training]
-steps = 12
-learning_rate = 1e-3
-mini_batches = 2
-[run]
-name = "run"
-checkpoint_every = {every}
-keep_checkpoints = 2
-"""
-
-SUMS = """
-[task]
-name = "arithmetic"
-level = 1
-"""
-LEARNING = f"""
-[task]
-name = "mixture"
-[[task.parts]]
-name = "{Path(__file__).parents[1] / "support" / "own_task.py"}:Short"
-curriculum = {{low = 0.3, high = 0.7}}
-weight = 3
-[[task.parts]]
-name = "arithmetic"
-[rollout]
-dynamic_sampling = true
-max_sampling_rounds = 3
-"""
-
-
-def start(folder: Path, config: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "trustbatch", "train", str(config)],
-        cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-
-
-def comparable(folder: Path) -> list[dict[str, Any]]:
-    """All metrics but those that measure the clock."""
-    lines = read_metrics(folder)
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
 def final_weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / "step-12" / "model.safetensors")
 
 
+def kill_after_steps(config: Path, run: Path, steps: tuple[int, ...]) -> None:
+    """Start a run, kill it after each of the steps, and let it end."""
+    for step in steps:
+        with forked.command("train", config, folder=config.parent) as process:
+            deadline = time.monotonic() + 120
+            while len(read_metrics(run)) < step and process.poll() is None:
+                assert time.monotonic() < deadline, "the run makes no progress"
+                time.sleep(0.002)
+            process.kill()
+            process.wait()
+            assert len(read_metrics(run)) < 12, "the run ended before it could be killed"
+    finish(config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "objective", "lag", "every", "kill_after"),
+    ("kind", "kill_after"),
     [
-        (SUMS, "p3o", 3, 2, (2, 7)),
-        (SUMS, "two_anchor", 0, 5, (1, 6, 11)),
-        (LEARNING, "p3o", 1, 3, (4, 8)),
+        (Kind(lag=3), (2, 7)),
+        (Kind(objective="two_anchor", every=5), (1, 6, 11)),
+        (Kind(task=LEARNING, lag=1, every=3), (4, 8)),
     ],
     ids=["lag", "two anchors", "curriculum and dynamic sampling"],
 )
 def test_a_killed_run_continues_bit_for_bit(
     tmp_path: Path,
     tiny_folder: Path,
-    task: str,
-    objective: str,
-    lag: int,
-    every: int,
+    kind: Kind,
     kill_after: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = CONFIG.format(
-        model=str(tiny_folder), task=task, lag=lag, every=every, objective=objective
-    ).replace("[rollout]\nprompts", "prompts" if "[rollout]" in task else "[rollout]\nprompts")
+    """The whole run is trained here: two processes have other orders of sets, too."""
     runs = {}
     for name in ("whole", "killed"):
-        folder = tmp_path / name
-        folder.mkdir()
-        config = folder / "config.toml"
-        config.write_text(text)
-        run = folder / "runs" / "run"
-        for step in kill_after if name == "killed" else ():
-            process = start(folder, config)
-            deadline = time.monotonic() + 120
-            while len(read_metrics(run)) < step and process.poll() is None:
-                assert time.monotonic() < deadline, "the run makes no progress"
-                time.sleep(0.002)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            assert len(read_metrics(run)) < 12, "the run ended before it could be killed"
-        process = start(folder, config)
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors.decode()
-        runs[name] = run
+        config = kind.write(tmp_path / name, tiny_folder)
+        runs[name] = run = config.parent / "runs" / "run"
+        if name == "whole":
+            monkeypatch.chdir(config.parent)
+            assert main(["train", str(config)]) == 0
+        else:
+            kill_after_steps(config, run, kill_after)
     assert comparable(runs["killed"]) == comparable(runs["whole"])
     assert [line["step"] for line in comparable(runs["killed"])] == list(range(1, 13))
     whole, killed = final_weights(runs["whole"]), final_weights(runs["killed"])
@@ -218,6 +158,19 @@ def test_a_checkpoint_of_another_run_is_refused(tiny_folder: Path, tmp_path: Pat
     shutil.copytree(result.folder / "checkpoints", tmp_path / "other" / "checkpoints")
     with pytest.raises(ConfigError, match=r"model.name was .*tiny, now .*other-model"):
         small_run(other, tmp_path, run={"name": "other"})
+
+
+def test_a_checkpoint_put_into_the_folder_of_another_run_is_refused(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    mine = small_run(tiny_folder, tmp_path / "mine")
+    other = small_run(tiny_folder, tmp_path / "other", seed=1)
+    shutil.rmtree(mine.checkpoint)
+    shutil.copytree(other.checkpoint, mine.checkpoint)
+    with pytest.raises(
+        ConfigError, match=r"step-4 belongs to .* configuration \(seed was 1, now 0"
+    ):
+        small_run(tiny_folder, tmp_path / "mine")
 
 
 def test_a_run_that_can_not_save_ends_with_a_sentence(tiny_folder: Path, tmp_path: Path) -> None:

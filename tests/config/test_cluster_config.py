@@ -1,15 +1,17 @@
 """[cluster]: refused values, the version that samples a batch, and no Ray without the table."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support import forked
 
+import trustbatch
 from trustbatch.api import train_config
+from trustbatch.cli import main
 from trustbatch.cluster import ray_runtime
 from trustbatch.config import Config, parse_config
 from trustbatch.errors import ConfigError
@@ -107,16 +109,21 @@ def test_ray_is_imported_only_to_train_with_a_cluster(tiny_folder: Path, tmp_pat
     )
     file = tmp_path / "config.toml"
     file.write_text(config.to_toml())
-    code = f"""
-import sys, trustbatch
-trustbatch.train(
-    model={str(tiny_folder)!r}, task="arithmetic", training={{"steps": 1}},
-    rollout={{"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 2}},
-    run={{"folder": {str(tmp_path)!r}}},
-)
-from trustbatch.cli import main
-assert main(["train", {str(file)!r}, "--dry-run"]) == 0
-assert main(["doctor", {str(file)!r}, "--tokens", "8"]) == 0
-assert "ray" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+    with forked.process(train_and_examine, tiny_folder, tmp_path, file) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 0, errors
+
+
+def train_and_examine(model: Path, folder: Path, file: Path) -> None:
+    """Do what needs no Ray, in a process that has not imported it."""
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 2}
+    trustbatch.train(
+        model=model,
+        task="arithmetic",
+        training={"steps": 1},
+        rollout=rollout,
+        run={"folder": str(folder)},
+    )
+    assert main(["train", str(file), "--dry-run"]) == 0
+    assert main(["doctor", str(file), "--tokens", "8"]) == 0
+    assert "ray" not in sys.modules

@@ -1,11 +1,7 @@
 """`trustbatch eval` and `trustbatch compare` on a real tiny model, killed and started again."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.support import forked
 from tests.support.shared_data import shared_data
 
 from trustbatch.cli import main
@@ -149,30 +146,21 @@ def test_what_is_done_does_not_change_which_problems_are_sampled_together(policy
 @pytest.mark.slow
 def test_a_killed_evaluation_gives_the_same_table(tiny_folder: Path, tmp_path: Path) -> None:
     words = [str(tiny_folder), "--prompts", "30", "--samples", "8", "--rollout.max_sequences=16"]
-
-    def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "trustbatch", "eval", *words, "--output", "killed"],
-            cwd=tmp_path,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-
+    command = ["eval", *words, "--output", "killed"]
     samples = tmp_path / "killed" / "tiny-arithmetic" / "samples.jsonl"
-    process = start()
-    deadline = time.monotonic() + 120
-    while not samples.is_file() or samples.read_bytes().count(b"\n") < 5:
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline, "the evaluation makes no progress"
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with forked.command(*command, folder=tmp_path) as process:
+        deadline = time.monotonic() + 120
+        while not samples.is_file() or samples.read_bytes().count(b"\n") < 5:
+            assert process.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline, "the evaluation makes no progress"
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
     assert not (samples.parent / "results.json").exists()
-    process = start()
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors.decode()
-    assert "of them done before" in errors.decode()
+    with forked.command(*command, folder=tmp_path) as process:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+    assert "of them done before" in errors
     assert run_eval(*words, "--output", tmp_path / "whole") == 0
     killed, whole = (tmp_path / name / "tiny-arithmetic" for name in ("killed", "whole"))
     assert read_results(killed) == read_results(whole)

@@ -3,14 +3,13 @@
 import json
 import multiprocessing
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support import forked
 
 import trustbatch
 from trustbatch.build.session import build_session
@@ -151,13 +150,8 @@ def test_two_ranks_evaluate_as_one(tiny_folder: Path, tmp_path: Path) -> None:
     for name, file in configs.items():
         file.write_text(CONFIG.format(model=tiny_folder, folder=tmp_path / name))
     assert main(["train", str(configs["one"])]) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "tests.support.ranks.train", str(configs["two"])]
-    result = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stderr.count("evaluation at step 4  9/9 problems") == 1
+    written = forked.in_ranks(2, main, ["train", str(configs["two"])])
+    assert written.count("evaluation at step 4  9/9 problems") == 1
     one, two = (evaluated(read_metrics(tmp_path / name / "run")) for name in configs)
     assert list(two) == [0, 2, 4, 5]
     # version 0 is the same everywhere; later ones differ by the rounding of another division
@@ -194,7 +188,7 @@ def test_second_policies_do_not_answer_for_the_trained_one(
         ({"suite": ["arithmetic"]}, "evaluation.every is not set"),
         ({"every": 5, "suite": ["aritmetic"]}, "did you mean 'arithmetic'?"),
         ({"every": 5, "suite": [{"name": "arithmetic", "level": 9}]}, "task.level must be one of"),
-        ({"every": 5, "suite": ["arithmetic"], "max_tokens": 123}, "context of 128: lower"),
+        ({"every": 5, "suite": ["arithmetic"], "max_tokens": 123}, "lower evaluation.max_tokens"),
         ({"evry": 5}, "did you mean 'evaluation.every'?"),
     ],
 )

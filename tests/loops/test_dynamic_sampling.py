@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import forked
 from tests.tasks.test_curriculum import graded
-from tests.training.test_ranks import assert_same_run, torchrun
+from tests.training.test_ranks import assert_same_run
 
 from trustbatch.api import train_config
 from trustbatch.build.session import build_session
@@ -21,10 +22,12 @@ from trustbatch.types import Prompt
 OWN = Path(__file__).parents[1] / "support" / "own_task.py"
 
 
-def tree(model: Path, folder: Path, *, highest: int = 5, **rollout: Any) -> dict[str, Any]:
+def tree(
+    model: Path, folder: Path, *, lowest: int = 0, highest: int = 5, **rollout: Any
+) -> dict[str, Any]:
     return {
         "model": {"name": str(model), "device": "cpu"},
-        "task": {"name": f"{OWN}:Short", "highest": highest},
+        "task": {"name": f"{OWN}:Short", "lowest": lowest, "highest": highest},
         "rollout": {
             "prompts_per_step": 4,
             "samples_per_prompt": 4,
@@ -79,11 +82,8 @@ def test_batches_have_unequal_groups_and_the_rest_waits(tiny_folder: Path, tmp_p
 
 
 def test_a_step_goes_on_with_what_there_is(tiny_folder: Path, tmp_path: Path) -> None:
-    """No answer is short enough, or all are: nothing differs, and the bound is two rounds."""
-    session = session_of(tiny_folder, tmp_path, max_sampling_rounds=2)
-    hopeless = [p for p in session.task.problems if p.answer == "5"][:1]  # type: ignore[attr-defined]
-    object.__setattr__(session.task, "problems", hopeless)
-    object.__setattr__(hopeless[0], "answer", "99")
+    """All answers are short enough: nothing differs, and the bound is two rounds."""
+    session = session_of(tiny_folder, tmp_path, lowest=99, highest=99, max_sampling_rounds=2)
     cursor = session.state.cursor
     for _ in range(2):
         batch, cursor = batch_generator(session).generate(session.engine, cursor)
@@ -144,7 +144,7 @@ def test_two_ranks_sample_the_same(tiny_folder: Path, tmp_path: Path) -> None:
         )
         (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
     assert main(["train", str(tmp_path / "one.toml")]) == 0
-    torchrun("train", 2, str(tmp_path / "two.toml"))
+    forked.in_ranks(2, main, ["train", str(tmp_path / "two.toml")])
     expected = read_metrics(tmp_path / "one" / "run")
     assert_same_run(read_metrics(tmp_path / "two" / "run"), expected)
     states = [

@@ -68,7 +68,7 @@ def test_the_model_computes_what_the_original_does(kind: str, tied: bool, tmp_pa
 @needs_gguf
 def test_saved_it_is_an_ordinary_folder(llama_file: Path, tmp_path: Path) -> None:
     policy = Policy.load(str(llama_file))
-    policy.save(tmp_path / "saved")
+    policy.save(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "model.safetensors").is_file()
     assert "quantization" not in (tmp_path / "saved" / "config.json").read_text()
     again = Policy.load(str(tmp_path / "saved"))

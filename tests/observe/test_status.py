@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.support import forked
 
 import trustbatch
 from trustbatch.cli import main
@@ -420,16 +421,6 @@ def test_a_failed_run_says_why(tiny_folder: Path, tmp_path: Path) -> None:
     assert "lower max_tokens" in record.last_error
 
 
-HEARS_CTRL_C = """
-import signal, sys
-from trustbatch.cli import main
-
-# tests that run in the background of a shell have inherited deafness to it
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.slow
 def test_a_killed_run_is_dead_and_a_stopped_one_stopped(tiny_folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
@@ -441,18 +432,11 @@ def test_a_killed_run_is_dead_and_a_stopped_one_stopped(tiny_folder: Path, tmp_p
     file = tmp_path / "run" / "status.json"
     for number, state in ((signal.SIGKILL, "dead"), (signal.SIGINT, "stopped")):
         file.unlink(missing_ok=True)
-        process = subprocess.Popen(
-            [sys.executable, "-c", HEARS_CTRL_C, "train", str(config)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
+        with forked.command("train", config) as process:
             wait_for(
                 lambda: file.is_file() and read_status(file.parent).step > 0, "a step", seconds=120
             )
             assert judge(read_status(file.parent)).state == "running"
             process.send_signal(number)
             process.wait(timeout=60)
-        finally:
-            process.kill()
         assert judge(read_status(file.parent)).state == state

@@ -2,29 +2,31 @@
 
 import math
 import re
-import subprocess
-import sys
+import resource
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.support import forked
 from transformers import Qwen3Config
 
 from trustbatch.api import train
 from trustbatch.cli import main
 from trustbatch.config import Config, parse_config
 from trustbatch.config.cluster import ClusterConfig
-from trustbatch.errors import OutOfMemoryError
+from trustbatch.errors import ConfigError, OutOfMemoryError
 from trustbatch.plan import Estimator, Lora, Setting, describe_plan, estimate_memory
 from trustbatch.plan.advice import advise
 from trustbatch.plan.hardware import Hardware, find_hardware
 from trustbatch.plan.memory import GIB
 from trustbatch.plan.outline import ModelOutline, measure_activations
-from trustbatch.plan.shortage import is_shortage
 from trustbatch.plan.token_counts import cached_tokens
 from trustbatch.tasks import build_task
+from trustbatch.training.trainer import Trainer
 from trustbatch.types import Prompt
+from trustbatch.utils.system_errors import is_shortage
 
 # the tiny model: width 128, MLP 256, 2 layers, 4 heads of 32 for queries and for keys, 16 tokens
 LAYER = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128 + 2 * 32
@@ -583,7 +585,7 @@ def test_no_memory_while_sampling(tiny_folder: Path, tmp_path: Path, error: Exce
 
 def test_other_errors_stay_as_they_are(tiny_folder: Path, tmp_path: Path) -> None:
     assert not is_shortage(RuntimeError("shapes do not match"))
-    with pytest.raises(RuntimeError, match="shapes do not match"):
+    with pytest.raises(ConfigError, match="shapes do not match; fix it, and the same command"):
         train(
             model=tiny_folder,
             task=Failing(RuntimeError("shapes do not match")),
@@ -592,21 +594,17 @@ def test_other_errors_stay_as_they_are(tiny_folder: Path, tmp_path: Path) -> Non
         )
 
 
-LIMITED = """
-import resource, sys
-from trustbatch.cli import main
-from trustbatch.training.trainer import Trainer
+def train_with_little_memory(file: str) -> int:
+    """Train in a process that may have little more than it has before the first step."""
+    train = Trainer.train
 
-train = Trainer.train
+    def limited(*arguments: Any, **options: Any) -> Any:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20,) * 2)
+        return train(*arguments, **options)
 
-def with_little_memory(*arguments, **options):
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20,) * 2)
-    return train(*arguments, **options)
-
-Trainer.train = with_little_memory
-sys.exit(main(sys.argv[1:]))
-"""
+    Trainer.train = limited
+    return main(["train", file])
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="needs Linux's /proc")
@@ -624,15 +622,10 @@ def test_a_machine_without_memory(tiny_folder: Path, tmp_path: Path) -> None:
     )
     file = tmp_path / "config.toml"
     file.write_text(config.to_toml())
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, "train", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    said = " ".join(done.stderr.split())
-    assert done.returncode == 2, said
+    with forked.process(train_with_little_memory, str(file)) as process:
+        _, errors = process.communicate()
+    said = " ".join(errors.split())
+    assert process.returncode == 2, said
     assert "Traceback" not in said
     assert "error: Memory ran out in the train phase with " in said
     assert "so set training.micro_batch_tokens = " in said

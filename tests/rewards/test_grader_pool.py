@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support import pool_graders
 
-from trustbatch.errors import RewardError
+from trustbatch.errors import ConfigError, RewardError
 from trustbatch.rewards import pool as pool_module
 from trustbatch.rewards.pool import GraderPool, NotPortable
 from trustbatch.types import GradeStatus
@@ -164,6 +165,107 @@ def test_what_a_grader_has_started_is_killed_with_it(tmp_path: Path) -> None:
     assert outcome.status is GradeStatus.TIMED_OUT
     assert gone([int(note.read_text())])
     pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's subreaper")
+@pytest.mark.parametrize("end", ["close", "death"])
+def test_a_daemon_of_a_grader_ends_with_its_process(end: str, tmp_path: Path) -> None:
+    grade = pool_graders.start_daemon if end == "close" else pool_graders.start_daemon_and_die
+    pool = GraderPool(grade, workers=1, time_limit=20.0, memory_limit_gib=1)
+    note = tmp_path / "pid"
+    (outcome,) = pool.run([str(note)])
+    daemon = int(note.read_text())
+    if end == "close":
+        assert outcome.status is GradeStatus.GRADED
+        assert alive(daemon)
+        pool.close()
+    else:
+        assert outcome.reason == "its process ended with exit code 3 while it graded"
+    assert gone([daemon])
+    pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's subreaper")
+def test_a_daemon_of_a_grader_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    script = """
+import sys, time
+from tests.support import pool_graders
+from trustbatch.rewards.pool import GraderPool
+pool = GraderPool(pool_graders.start_daemon, workers=1, time_limit=60, memory_limit_gib=1)
+pool.run(sys.argv[1:])
+print("started", flush=True)
+time.sleep(1e6)
+"""
+    note = tmp_path / "pid"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", script, str(note)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        assert alive(int(note.read_text()))
+        process.kill()
+    assert gone([int(note.read_text())])
+
+
+def test_graders_have_no_secrets_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "XY_SECRET", "RAY_AUTH_TOKEN")
+    for name in (*secrets, "XY_ASKED_FOR"):
+        monkeypatch.setenv(name, "1")
+    limits: dict[str, Any] = {"workers": 1, "time_limit": 20.0, "memory_limit_gib": 1}
+    pool = GraderPool(pool_graders.variables, **limits, environment=("XY_ASKED_FOR",))
+    (everything,) = pool.run([""])
+    pool.close()
+    names = everything.value.split()
+    assert {"PATH", "HOME", "PYTHONPATH", "OMP_NUM_THREADS", "XY_ASKED_FOR"} <= set(names)
+    assert not set(secrets) & set(names)
+    with pytest.raises(
+        ConfigError, match=r"reward\.environment names XY_NOT_SET, which is not set"
+    ):
+        GraderPool(pool_graders.variables, **limits, environment=("XY_NOT_SET",))
+
+
+def memory_cgroup() -> Path | None:
+    """A new control group that allows 300 MiB, where this machine lets us make one."""
+    group = Path("/sys/fs/cgroup/memory") / f"trustbatch-test-{os.getpid()}"
+    limit = "memory.limit_in_bytes"
+    if not group.parent.is_dir():
+        group, limit = Path("/sys/fs/cgroup") / group.name, "memory.max"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(300 * 2**20))
+    except OSError:
+        return None
+    return group
+
+
+def test_want_of_memory_is_said_where_the_kernel_has_killed_for_it(pool: GraderPool) -> None:
+    by_hand, _ = pool.run(["kill", "ok"])
+    assert by_hand.reason == (
+        "its process was killed by SIGKILL (by the kernel if memory ran out, by a job scheduler or "
+        "by hand) while it graded"
+    )
+    group = memory_cgroup()
+    if group is None:
+        pytest.skip("no control group of memory can be made here")
+    script = """
+import os, sys
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+from tests.support import pool_graders
+from trustbatch.rewards.pool import GraderPool
+pool = GraderPool(pool_graders.eat_memory, workers=1, time_limit=60, memory_limit_gib=8)
+print(pool.run([1000])[0].reason)
+pool.close()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        command = [sys.executable, "-c", script, str(group)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    finally:
+        group.rmdir()
+    assert done.stdout == (
+        "its process was killed by SIGKILL when the machine's memory ran out while it graded\n"
+    )
 
 
 def test_graders_that_cannot_be_sent_are_refused() -> None:

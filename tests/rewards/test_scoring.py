@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from test_reward_terms import lengths, serving
+from tests.support.own_task import Sized, Unreliable
 from tests.support.pool_graders import Odd
 from tests.support.train_sequences import make_completion
 
@@ -400,23 +401,6 @@ def test_grades_survive_a_checkpoint_and_are_shown() -> None:
     assert shown["advantage"] is None
     assert shown["ungraded"] == "timed_out: it took too long"
     assert readable_record(group, 0, step=1, advantage=0.0)["parts"] == {"a": 1.0}
-
-
-class Unreliable(Arithmetic):
-    """Grades nothing in its first batch, and half of the others."""
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        index = int(prompt.id.rsplit(":", 1)[1])
-        if index < 4 or index % 2:
-            raise ValueError("no grade today")
-        return float(len(completion) % 2)
-
-
-class Sized(Arithmetic):
-    """Rewards an odd number of characters."""
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        return float(len(completion) % 2)
 
 
 def test_a_run_continues_without_ungraded_completions(tiny_folder: Path, tmp_path: Path) -> None:

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_native_engine import PROMPTS, make_requests, recomputed
+from test_native_engine import make_requests, recomputed
 from tests.support.episode_cases import episodes
+from tests.support.own_task import Indifferent
 
 import trustbatch
-from trustbatch.batching.micro_batches import micro_batches
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
 from trustbatch.rollout.records import group_from_record, group_to_record
-from trustbatch.types import Completion, Prompt, SamplingParams, TrainSequence
+from trustbatch.types import Completion, SamplingParams
 
 DIFFERENT = [
     {"temperature": 1.2},
@@ -148,47 +148,6 @@ def test_an_episode_keeps_the_anchor_of_every_turn_through_a_record(policy: Poli
             assert not torch.equal(own, completion.of_policy(completion.behavior_logp))
             assert torch.equal(completion.anchor_logp, back.anchor_logp)
             assert torch.equal(completion.anchor_top_logp, back.anchor_top_logp)
-
-
-def test_a_batch_has_the_sampler_where_no_anchor_was_recorded(policy: Policy) -> None:
-    engine = NativeEngine(policy, seed=0)
-    plain = engine.generate(make_requests(policy, PROMPTS[:1], top_logprobs=3))
-    warm = engine.generate(
-        make_requests(policy, PROMPTS[1:2], top_logprobs=3, temperature=1.2, anchor_temperature=1.0)
-    )
-    sequences = [
-        TrainSequence(prompt_token_ids=(1, 2), completion=each, advantage=1.0)
-        for each in [*plain, *warm]
-    ]
-    (batch,) = micro_batches(sequences, max_tokens=10_000, pad_token_id=0, packs=True)
-    assert batch.anchor_logp is not None
-    assert batch.anchor_top_logp is not None
-    longest_first = sorted([*plain, *warm], key=lambda each: -len(each.token_ids))
-    recorded = [each.anchor_logp is not None for each in longest_first]
-    assert set(recorded) == {True, False}
-    expected = [
-        (each.anchor_logp, each.anchor_top_logp)
-        if has_anchor
-        else (each.behavior_logp, each.behavior_top_logp)
-        for each, has_anchor in zip(longest_first, recorded, strict=True)
-    ]
-    assert torch.equal(batch.anchor_logp, torch.cat([logp for logp, _ in expected]))
-    assert torch.equal(batch.anchor_top_logp, torch.cat([top for _, top in expected]))
-    (batch,) = micro_batches(sequences[:2], max_tokens=10_000, pad_token_id=0, packs=True)
-    assert batch.anchor_logp is None
-    assert batch.anchor_top_logp is None
-
-
-class Indifferent:
-    """Rewards every answer alike, so nothing can be learned."""
-
-    name = "indifferent"
-
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(id=str(index), text=f"{index % 90 + 10}+{index % 7}=", answer="")
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        return 1.0
 
 
 def entropy_drift(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.episode_cases import Chatter, episodes, sampling_of
+from tests.support.episode_cases import episodes, sampling_of
+from tests.support.own_task import Chatter
 from tests.support.training_cases import policy_logp
 from transformers import GPT2Config, GPT2LMHeadModel
 

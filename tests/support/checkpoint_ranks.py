@@ -1,6 +1,5 @@
 """Real training processes for the tests of checkpoints: a gloo group on the CPU, FSDP2, AdamW."""
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from tests.support.forked import make_process
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,15 +29,11 @@ from trustbatch.training.config import TrainingConfig
 from trustbatch.training.trainer import Trainer
 
 START_SECONDS = 120
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["torch.distributed.fsdp", "trustbatch.checkpoints.save", "transformers"]
-)
 
 
 def start(function: Callable[..., None], *arguments: Any) -> Any:
     """Start a function of this module in a process of its own."""
-    process = _processes.Process(target=function, args=arguments, daemon=True)
+    process = make_process(function, *arguments, daemon=True)
     process.start()
     return process
 

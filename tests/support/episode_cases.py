@@ -1,37 +1,14 @@
-"""Environments for tests, and episodes of a real model in them."""
+"""Episodes of a real model in environments."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from tests.support.own_task import Chatter
 
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.types import Prompt, Role, RolloutGroup, SamplingParams, Turn
-
-PROMPTS = ("12+34=", "9=", "55+44=")
-
-
-@dataclass(frozen=True)
-class Chatter:
-    """Answers with the number of tokens that the policy said, and ends by the conversation."""
-
-    name: str = "chatter"
-    most_replies: int = 5
-
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(id=str(index), text=PROMPTS[index % len(PROMPTS)], answer="")
-
-    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
-        assert [turn.role for turn in turns[::2]] == [Role.POLICY] * (len(turns) // 2 + 1)
-        assert all(turn.role is Role.ENVIRONMENT for turn in turns[1::2])
-        said = turns[-1].text
-        if len(turns) // 2 >= self.most_replies or len(said) % 3 == 0:
-            return None
-        return f"{len(said)}+"
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        return float(len(completion))
+from trustbatch.types import RolloutGroup, SamplingParams
 
 
 def sampling_of(policy: Policy, **options: object) -> SamplingParams:

@@ -62,6 +62,33 @@ def start_child(note: str) -> float:
     return 1.0
 
 
+def start_daemon(note: str) -> float:
+    """Leave a process behind that has its own session, and no parent that knows it."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            Path(note).write_text(str(os.getpid()))
+            time.sleep(1e6)
+        os._exit(0)
+    os.wait()
+    while not Path(note).exists() or not Path(note).read_text():
+        time.sleep(0.01)
+    return 1.0
+
+
+def start_daemon_and_die(note: str) -> float:
+    start_daemon(note)
+    os._exit(3)
+
+
+def variables(prefix: str) -> str:
+    return " ".join(sorted(name for name in os.environ if name.startswith(prefix)))
+
+
+def eat_memory(mib: int) -> float:
+    return float(len(b"x" * (mib * 2**20)))
+
+
 class Unloadable:
     def __call__(self, what: str) -> float:
         return 1.0

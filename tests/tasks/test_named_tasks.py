@@ -20,10 +20,11 @@ from tests.tasks.test_tasks import write_rows
 from trustbatch.cli import main
 from trustbatch.errors import ConfigError
 from trustbatch.models.tiny import build_tokenizer
-from trustbatch.models.tokenization import encode_prompt
+from trustbatch.models.tokenization import count_prompt_tokens, encode_prompt
 from trustbatch.tasks import TASKS, ProblemSet, build_task, fit_task, without_overlap
-from trustbatch.tasks.filters import normalized_words, statements_of
+from trustbatch.tasks.filters import excluded, normalized_words
 from trustbatch.tasks.problems import ProblemTask
+from trustbatch.tasks.rows import PromptChecks
 
 FILES = {
     "gsm8k": ("gsm8k_train", 7473),
@@ -325,7 +326,7 @@ def test_what_the_real_training_and_evaluation_files_share() -> None:
     task = local("gsm8k", exclude=evaluations)
     assert len(task.problems) == 7473
     assert list(task.left_out.values()) == [0] * len(evaluations)
-    texts = [text for file in evaluations for text in statements_of(file, seed=0)]
+    texts = [text for file in evaluations for text in excluded(file, seed=0)[0]]
     held_out = {normalized_words(text): text for text in texts}
     shared = [normalized_words(text) for text in local("deepscaler").statements()]
     (only,) = [held_out[words] for words in shared if words in held_out]
@@ -341,15 +342,15 @@ def test_long_prompts_are_left_out_by_the_models_tokens(
     path = rows_file(tmp_path, rows)
     tokenizer = build_tokenizer()
     task = build_task("file", seed=0, path=path, max_prompt_tokens=6)
-    fitted = fit_task(task, lambda prompt: encode_prompt(tokenizer, prompt))
+    checks = PromptChecks(
+        count_tokens=lambda prompts: count_prompt_tokens(tokenizer, prompts), context_length=1000
+    )
+    fitted = fit_task(task, checks)
     assert isinstance(fitted, ProblemTask)
     assert [len(problem.text) for problem in fitted.problems] == [2, 4, 6]
     assert fitted.describe() == "file: 3 problems; left out: 7 longer than 6 tokens"
     with pytest.raises(ConfigError, match="leave nothing"):
-        fit_task(
-            build_task("file", seed=0, path=path, max_prompt_tokens=1),
-            lambda prompt: encode_prompt(tokenizer, prompt),
-        )
+        fit_task(build_task("file", seed=0, path=path, max_prompt_tokens=1), checks)
 
     config = tmp_path / "config.toml"
     config.write_text(

@@ -124,26 +124,6 @@ def test_rows_without_a_unique_id_get_one(tmp_path: Path) -> None:
     assert [task.prompt(i).id for i in range(4)] == ["0#0", "a#0", "a@2#0", "3#0"]
 
 
-@pytest.mark.parametrize(
-    ("content", "name", "words"),
-    [
-        ('{"problem": null, "answer": "1"}\n', "a.jsonl", "'problem' = None: give text"),
-        ('{"problem": "p", "answer": ["1"]}\n', "a.jsonl", "give text or a number"),
-        ("no gzip", "a.jsonl.gz", "can't be read"),
-        ("", "a.jsonl", "has no rows"),
-        ('{"problem": "p"}\n', "a.jsonl", "Row 1 .* has no field 'answer'"),
-        ("{broken\n", "a.jsonl", "Line 1 .* is not JSON"),
-        ("[1]\n", "a.jsonl", "must be a JSON object"),
-        ("a,b\n", "a.csv", "must end in .jsonl"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path: Path, content: str, name: str, words: str) -> None:
-    path = tmp_path / name
-    path.write_text(content)
-    with pytest.raises(ValueError, match=words):
-        build_task("file", seed=0, path=str(path))
-
-
 def test_bad_options_are_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(ValueError, match="There is no task 'poetry'; choose one of arithmetic"):

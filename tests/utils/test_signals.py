@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -11,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import forked
 
+from trustbatch.cli import main
 from trustbatch.config import parse_config
 from trustbatch.observe.run_folder import read_metrics
+from trustbatch.training.trainer import Trainer
 from trustbatch.utils.signals import SIGNALS, StopSignals
 
 STEPS = 200
@@ -21,7 +23,7 @@ CLUSTER = {"engines": 1, "reward_workers": 0}
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
-def command(model: Path, folder: Path, **tables: Any) -> list[str]:
+def config_file(model: Path, folder: Path, **tables: Any) -> Path:
     tree = {
         "model": {"name": str(model), "device": "cpu"},
         "task": {"name": "arithmetic"},
@@ -32,14 +34,10 @@ def command(model: Path, folder: Path, **tables: Any) -> list[str]:
     }
     file = folder / "config.toml"
     file.write_text(parse_config(tree).to_toml())
-    return [sys.executable, "-m", "trustbatch", "train", str(file)]
+    return file
 
 
-def start(arguments: list[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_step(run: Path, step: int, process: "subprocess.Popen[str]") -> None:
+def wait_for_step(run: Path, step: int, process: forked.Forked) -> None:
     deadline = time.monotonic() + 120
     while len(read_metrics(run)) < step:
         assert process.poll() is None, process.communicate()
@@ -60,10 +58,11 @@ def test_the_step_is_finished_and_saved(
     tiny_folder: Path, tmp_path: Path, number: int, cluster: dict[str, int] | None
 ) -> None:
     run = tmp_path / "run"
-    process = start(command(tiny_folder, tmp_path, **{"cluster": cluster} if cluster else {}))
-    wait_for_step(run, 2, process)
-    process.send_signal(number)
-    printed, errors = process.communicate(timeout=120)
+    file = config_file(tiny_folder, tmp_path, **{"cluster": cluster} if cluster else {})
+    with forked.command("train", file) as process:
+        wait_for_step(run, 2, process)
+        process.send_signal(number)
+        printed, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + number, errors
     assert "Stopping after this step, with a checkpoint; press Ctrl-C again" in errors
     step = read_metrics(run)[-1]["step"]
@@ -76,30 +75,39 @@ def test_the_step_is_finished_and_saved(
 @pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(tiny_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start([sys.executable, "-c", SLOW, *command(tiny_folder, tmp_path)[-1:]])
-    wait_for_step(run, 2, process)
-    time.sleep(0.5)  # it is in the middle of the next step by now, which takes a minute
-    process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    with forked.process(slow_train, str(config_file(tiny_folder, tmp_path))) as process:
+        wait_for_step(run, 2, process)
+        wait_for_words("in the third step", process)
+        process.send_signal(signal.SIGINT)
+        wait_for_words("Stopping after this step", process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert not list((run / "checkpoints").glob("step-*"))
 
 
-SLOW = """
-import sys, time
-from trustbatch.cli import main
-from trustbatch.training.trainer import Trainer
-train, count = Trainer.train, iter(range(100))
-def slow(*args, **kwargs):
-    if next(count) > 1:
-        time.sleep(60)
-    return train(*args, **kwargs)
-Trainer.train = slow
-sys.exit(main(["train", sys.argv[1]]))
-"""
+def wait_for_words(words: str, process: forked.Forked) -> None:
+    deadline = time.monotonic() + 120
+    while words not in process.written("stderr"):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{words!r} is not said"
+        time.sleep(0.01)
+
+
+def slow_train(file: str) -> int:
+    """Train in a process whose third step takes a minute."""
+    train, count = Trainer.train, iter(range(100))
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if next(count) > 1:
+            sys.stderr.write("in the third step\n")
+            sys.stderr.flush()
+            time.sleep(60)
+        return train(*args, **kwargs)
+
+    Trainer.train = slow
+    return main(["train", file])
 
 
 def test_a_signal_before_the_first_step_interrupts(capfd: pytest.CaptureFixture[str]) -> None:

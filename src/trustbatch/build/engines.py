@@ -1,5 +1,6 @@
 """The engines of a run: the trained policy's, those of second policies, and those of actors."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,7 @@ def open_engines(
     """
     if num_ranks() == 1:
         second_policies = load_second_policies(config, policy)  # refused before an engine starts
-        engine = build_engine(config, policy, version=version)
+        engine = build_engine(config, policy, version=version, log_folder=config.run.path)
         return Engines(engine, _with_second_policies(config, engine, second_policies))
     info = engine_info(config.rollout.engine)
     info.check_ranks(info.table(config.rollout), num_ranks())
@@ -40,7 +41,7 @@ def open_engines(
     own = own_and_second = None
     if this_rank() < num_owners:
         second_policies = load_second_policies(config, policy)
-        own = build_engine(config, replica or policy, version=version)
+        own = build_engine(config, replica or policy, version=version, log_folder=config.run.path)
         own_and_second = _with_second_policies(config, own, second_policies)
     shared = SharedEngine(own, num_owners=num_owners, version=version)
     if replica is not None or own is None:
@@ -49,7 +50,9 @@ def open_engines(
     return Engines(shared, SharedEngine(own_and_second, num_owners=num_owners, version=version))
 
 
-def build_engine(config: Config, policy: Policy, *, version: int = 0) -> RolloutEngine:
+def build_engine(
+    config: Config, policy: Policy, *, version: int = 0, log_folder: Path | None = None
+) -> RolloutEngine:
     """Build the engine that [rollout] describes, second policies left aside."""
     return _build(
         config,
@@ -58,6 +61,7 @@ def build_engine(config: Config, policy: Policy, *, version: int = 0) -> Rollout
         version=version,
         precision=config.rollout.precision,
         trust_remote_code=config.model.trust_remote_code,
+        log_folder=log_folder,
     )
 
 
@@ -75,6 +79,7 @@ def _with_second_policies(
                 version=0,
                 precision=second.precision or config.rollout.precision,
                 trust_remote_code=second.trust_remote_code,
+                log_folder=config.run.path,
             ),
             share=second.share,
             context_length=frozen.context_length,
@@ -95,6 +100,7 @@ def _build(
     version: int,
     precision: str,
     trust_remote_code: bool,
+    log_folder: Path | None,
 ) -> RolloutEngine:
     rollout = config.rollout
     info = engine_info(rollout.engine)
@@ -110,6 +116,7 @@ def _build(
         trust_remote_code=trust_remote_code,
         device=rank_device(config.model.device),
         table=info.table(rollout),
+        log_folder=log_folder,
     )
     return info.build(policy, settings)
 

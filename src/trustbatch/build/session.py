@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trustbatch.build.data import checked_task
 from trustbatch.build.engines import open_actor_engines, open_engines, pooled_engines
+from trustbatch.build.fingerprints import (
+    Fingerprints,
+    fingerprint_files,
+    fingerprint_prompts,
+    refuse_changed_files,
+    refuse_changed_prompts,
+)
 from trustbatch.build.policies import (
     add_adapters,
     load_checkpoint,
@@ -15,7 +23,7 @@ from trustbatch.checkpoints.load import newest_checkpoint, restore
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.checkpoints.save import Checkpointer
 from trustbatch.config import Config
-from trustbatch.config.resume import check_resumable
+from trustbatch.config.resume import check_checkpoint, check_resumable
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.in_training import InTrainingEvaluation, configured_suite
 from trustbatch.evaluation.suite import EvaluatedTask
@@ -26,12 +34,12 @@ from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
 from trustbatch.rewards import GroupScorer, Scorer, SharedScorer
 from trustbatch.rollout.engine import Engines
 from trustbatch.rollout.registry import engine_info
-from trustbatch.tasks import LearningTask, Task, fit_task, without_overlap
+from trustbatch.tasks import LearningTask, Task, without_overlap
 from trustbatch.training.canary import NUM_PROMPTS, Canary, CanaryRecorder
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
 from trustbatch.utils.cuda_memory import enable_expandable_segments
-from trustbatch.utils.distributed import num_ranks, rank_device, this_rank
+from trustbatch.utils.distributed import num_ranks, on_rank_zero, rank_device, this_rank
 from trustbatch.utils.terminal import LiveLine
 
 if TYPE_CHECKING:
@@ -54,18 +62,41 @@ def build_session(config: Config, task: Task | None = None) -> Session:
     run = open_folder(config.run, config.to_toml())
     check_resumable(config, run)
     checkpoint = newest_checkpoint(run.checkpoints)
+    if checkpoint is not None:
+        check_checkpoint(config, checkpoint)
+    files = fingerprint_files(config, task, suite)
+    refuse_changed_files(config, checkpoint, files, _say)
     policy = load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
     replica = _build_replica(config, policy)
-    task = fit_task(task, policy.encode, say=LiveLine().show if this_rank() == 0 else None)
+    task = _checked(config, task, suite, policy)
+    fingerprints = fingerprint_prompts(files, task)
+    refuse_changed_prompts(config, checkpoint, fingerprints, _say)
     trainer = _build_trainer(config, policy)
     state = restore(checkpoint, trainer) if checkpoint else LoopState()
     workers = _start_workers(config, task, policy, replica, own_scorer, version=state.step)
     try:
-        return _assemble(config, task, trainer, state, suite, run, workers)
+        return _assemble(config, task, trainer, state, suite, run, workers, fingerprints)
     except BaseException:
         workers.engines.all.close()
         workers.scorer.close()
         raise
+
+
+def _checked(config: Config, task: Task, suite: list[EvaluatedTask], policy: Policy) -> Task:
+    """Return the task after a check of all problems; rank 0 tokenizes them for all ranks."""
+    return checked_task(
+        config,
+        task,
+        suite,
+        count_tokens=lambda prompts: on_rank_zero(lambda: policy.count_tokens(prompts)),
+        context_length=policy.context_length,
+        say=LiveLine().show if this_rank() == 0 else lambda _: None,
+    )
+
+
+def _say(sentence: str) -> None:
+    if this_rank() == 0:
+        LiveLine().show(sentence, last=True)
 
 
 def build_source(session: Session) -> BatchSource:
@@ -171,6 +202,7 @@ def _assemble(
     suite: list[EvaluatedTask],
     run: RunFolder,
     workers: _Workers,
+    fingerprints: Fingerprints,
 ) -> Session:
     policy, engines = trainer.policy, workers.engines
     sampling = configured_sampling(config, policy)
@@ -204,6 +236,7 @@ def _assemble(
             trainer,
             keep=config.run.keep_checkpoints,
             config_toml=config.to_toml(),
+            fingerprints=fingerprints.to_record(),
         ),
         "run": run,
         "scorer": workers.scorer,

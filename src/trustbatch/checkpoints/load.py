@@ -31,6 +31,8 @@ from trustbatch.utils.terminal import LiveLine
 
 CONFIG_FILE = "trainer/config.toml"
 """in a checkpoint: the configuration of its run"""
+FINGERPRINTS_FILE = "trainer/fingerprints.json"
+"""in a checkpoint: hashes of the files that its run has read"""
 TRAINER_FOLDER, STATE_FILE, PENDING_FILE = "trainer", "state.json", "pending_rollouts.jsonl"
 SPARE_FILE = "spare_rollouts.jsonl"
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"

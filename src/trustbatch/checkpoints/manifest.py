@@ -1,6 +1,5 @@
 """The manifest of a checkpoint: its files, with sizes and digests to verify them."""
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -9,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from trustbatch.errors import CheckpointError
-from trustbatch.utils.files import fsync
+from trustbatch.utils.files import digest_of, fsync
 
 MANIFEST_FILE = "manifest.json"
+READ_SUFFIXES = (".safetensors", ".json", ".jsonl", ".toml")
+"""of files that a run or Transformers reads; others, such as notes, may lie beside them"""
 FORMAT = 1
 """increased with every change that older versions would misread"""
 
@@ -19,7 +20,7 @@ FORMAT = 1
 def seal(path: Path) -> dict[str, Any]:
     """Flush a file to the disk; returns its size and digest for the manifest."""
     fsync(path)
-    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    return {"bytes": path.stat().st_size, "sha256": digest_of(path)}
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -35,8 +36,12 @@ def listed_bytes(folder: Path) -> int:
 
 
 def verify(folder: Path) -> None:
-    """Raise CheckpointError unless every file of the manifest exists with the recorded content."""
+    """Raise CheckpointError unless the manifest lists every file that is read, as it is."""
     files = _listed_files(folder)
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.suffix in READ_SUFFIXES and name not in {MANIFEST_FILE, *files}:
+            raise CheckpointError(f"{MANIFEST_FILE} does not list {name}")
     for name, entry in files.items():  # sizes first: they cost nothing
         path = folder / name
         if not path.is_file():
@@ -46,7 +51,7 @@ def verify(folder: Path) -> None:
                 f"{name} has {path.stat().st_size:,} bytes, not {entry['bytes']:,}"
             )
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        digests = pool.map(lambda name: _digest(folder / name), files)
+        digests = pool.map(lambda name: digest_of(folder / name), files)
         for (name, entry), digest in zip(files.items(), digests, strict=True):
             if digest != entry["sha256"]:
                 raise CheckpointError(f"{name} was changed after it was written")
@@ -68,8 +73,3 @@ def _listed_files(folder: Path) -> dict[str, dict[str, Any]]:
     if known != FORMAT:
         raise CheckpointError(f"its format is {known}, and this version reads {FORMAT}")
     return files
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

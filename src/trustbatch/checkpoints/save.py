@@ -10,6 +10,7 @@ import contextlib
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from trustbatch.checkpoints.load import (
     CONFIG_FILE,
+    FINGERPRINTS_FILE,
     OPTIMIZER,
     PENDING_FILE,
     SPARE_FILE,
@@ -36,13 +38,14 @@ from trustbatch.checkpoints.load import (
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.checkpoints.manifest import seal, write_manifest
 from trustbatch.checkpoints.shards import Shard, copy_shards, list_tensors, read_into, write_shards
-from trustbatch.errors import CheckpointError
+from trustbatch.errors import CheckpointError, first_line
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.records import group_to_record
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutGroup
 from trustbatch.utils.distributed import from_rank_zero, num_ranks, this_rank
 from trustbatch.utils.files import fsync
+from trustbatch.utils.system_errors import advice_on
 from trustbatch.utils.terminal import LiveLine
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -81,6 +84,7 @@ class Checkpointer:
         *,
         keep: int,
         config_toml: str = "",
+        fingerprints: Mapping[str, Any] | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
@@ -88,6 +92,7 @@ class Checkpointer:
         self.trainer = trainer
         self.keep = keep
         self.config_toml = config_toml
+        self.fingerprints = fingerprints
         self.max_file_bytes = max_file_bytes
         self.stall_seconds = stall_seconds
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -231,6 +236,9 @@ class Checkpointer:
         (folder / STATE_FILE).write_text(json.dumps(snapshot.state), encoding="utf-8")
         if self.config_toml:
             (partial / CONFIG_FILE).write_text(self.config_toml, encoding="utf-8")
+        if self.fingerprints is not None:
+            written = json.dumps(self.fingerprints, indent=1) + "\n"
+            (partial / FINGERPRINTS_FILE).write_text(written, encoding="utf-8")
         for path in sorted(path for path in partial.rglob("*") if path.is_file()):
             name = str(path.relative_to(partial))
             if name not in files:
@@ -261,9 +269,10 @@ class Checkpointer:
     def _failure(self, snapshot: _Snapshot, error: Exception) -> CheckpointError:
         complete = list_checkpoints(self.folder)
         last = f"the last complete one is {complete[-1].name}" if complete else "there is no other"
+        advice = advice_on(error) or "free disk space or choose another run.folder"
         return CheckpointError(
-            f"{self.folder / snapshot.name} could not be written ({error}): free disk space or "
-            f"choose another run.folder, and start again; {last}."
+            f"{self.folder / snapshot.name} could not be written ({first_line(error)}): {advice}, "
+            f"and start again; {last}."
         )
 
 

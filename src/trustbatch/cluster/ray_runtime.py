@@ -5,11 +5,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
+from trustbatch.cluster.keeper import kept
+from trustbatch.cluster.private_folder import private_folder
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError, EngineError
 
@@ -64,15 +67,19 @@ def joined_ray(config: Config) -> Iterator[None]:
     if ray.is_initialized():  # in an actor, or started by the caller
         yield
         return
-    with _own_sigterm():
-        _join(config)
-    try:
+    with ExitStack() as stack:
+        folder = None
+        if not config.cluster.address:
+            folder = stack.enter_context(private_folder(config.run.path))
+        stack.callback(ray.shutdown)
+        with _own_sigterm():
+            _join(config, folder)
+        stack.enter_context(kept(config.run.path, folder))
         yield
-    finally:
-        ray.shutdown()
 
 
-def _join(config: Config) -> None:
+def _join(config: Config, folder: Path | None) -> None:
+    """Join the cluster at `cluster.address`, or start one with its files in `folder`."""
     import ray
 
     cluster = config.cluster
@@ -95,6 +102,7 @@ def _join(config: Config) -> None:
                     # Ray's CPUs only limit the number of processes, and all of these must run
                     num_cpus=cluster.trainers + cluster.engines + cluster.reward_workers,
                     include_dashboard=False,
+                    _temp_dir=str(folder),
                     logging_level=logging.ERROR,
                     log_to_driver=cluster.trainers > 1,
                 )

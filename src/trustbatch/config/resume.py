@@ -1,6 +1,8 @@
 """Whether a run folder belongs to a configuration: a run may be resumed with few changes."""
 
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from trustbatch.checkpoints.load import CONFIG_FILE, list_checkpoints
@@ -10,6 +12,8 @@ from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import RunFolder
 
 STEPS = "training.steps"
+LEFT_OUT = re.compile(r"task(\.parts\.\d+)?\.leave_out")
+"""rows whose places others take, so that all other prompts stay what they are"""
 MICRO_BATCHING_KEYS = ("training.micro_batch_tokens", "training.share_prompts")
 """keys that may change too, unless the objective measures its trust per micro-batch"""
 
@@ -21,9 +25,19 @@ def check_resumable(config: Config, run: RunFolder) -> None:
     # a checkpoint has its own copy, where the folder's was removed
     copies = [checkpoint / CONFIG_FILE for checkpoint in list_checkpoints(run.checkpoints)[::-1]]
     found = [path for path in (run.path / "config.toml", *copies) if path.is_file()]
-    if not found:
-        return
-    file = found[0]
+    if found:
+        _refuse_changes(config, found[0], f"{run.path} holds a run with another configuration")
+
+
+def check_checkpoint(config: Config, checkpoint: Path) -> None:
+    """Refuse a checkpoint that another configuration wrote, whoever put it into the run folder."""
+    file = checkpoint / CONFIG_FILE
+    if file.is_file():
+        _refuse_changes(config, file, f"{checkpoint} belongs to a run with another configuration")
+
+
+def _refuse_changes(config: Config, file: Path, what: str) -> None:
+    """Raise an error that starts with `what` if a stored configuration may not become this one."""
     # parsed, so that a key this version has added counts as its default
     try:
         before = _flatten(load_config(file).to_dict())
@@ -38,13 +52,15 @@ def check_resumable(config: Config, run: RunFolder) -> None:
     changed = sorted(
         key
         for key in before.keys() | now.keys()
-        if before.get(key) != now.get(key) and not _is_below(key, may_change)
+        if before.get(key) != now.get(key)
+        and not _is_below(key, may_change)
+        and not LEFT_OUT.fullmatch(key)
     )
     if changed:
         key = changed[0]
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise ConfigError(
-            f"{run.path} holds a run with another configuration ({key} was "
+            f"{what} ({key} was "
             f"{before.get(key, 'not set')}, now {now.get(key, 'not set')}{more}): choose "
             "another name or folder for this run, or delete that one."
         )

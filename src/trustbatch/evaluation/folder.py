@@ -16,7 +16,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.evaluation.report import pass_at_k_page, results_table
 from trustbatch.evaluation.results import RESULTS_FILE, EvaluationResults, ProblemOutcome
 from trustbatch.evaluation.suite import EvaluatedTask
-from trustbatch.utils.files import lock_folder, write_atomically
+from trustbatch.utils.files import AppendedFile, lock_folder, write_atomically
 
 
 class EvaluationFolder:
@@ -35,20 +35,19 @@ class EvaluationFolder:
         try:
             self._refuse_other_settings()
             self.outcomes = self._read_outcomes()
+            write_atomically(self._settings_file, _written(self._all_settings()))
+            self._samples = AppendedFile(self._samples_file)
         except BaseException:
             self._lock.close()
             raise
-        write_atomically(self._settings_file, _written(self._all_settings()))
-        self._samples = self._samples_file.open("a", encoding="utf-8")
 
     def done(self, task: str) -> set[str]:
         """Return the ids of a task's finished problems."""
         return {problem for name, problem in self.outcomes if name == task}
 
     def add(self, record: Mapping[str, Any]) -> ProblemOutcome:
-        """Append one problem's line and flush it."""
-        self._samples.write(json.dumps(record) + "\n")
-        self._samples.flush()
+        """Append one problem's line."""
+        self._samples.write(json.dumps(record).encode() + b"\n")
         outcome = ProblemOutcome.of_record(record)
         self.outcomes[record["task"], record["id"]] = outcome
         return outcome

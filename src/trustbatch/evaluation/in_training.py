@@ -24,7 +24,6 @@ from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import RunFolder, describe_environment
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.rewards import Scorer
-from trustbatch.rollout.collect import encode_checked
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.utils.distributed import num_ranks, this_rank
 
@@ -54,9 +53,6 @@ class InTrainingEvaluation:
             seed=config.seed,
         )
         self.suite = suite
-        for task in self.suite:
-            for problem in task.problems:  # fail now rather than after hours of training
-                encode_checked(policy, problem, self.sampling.max_tokens)
         self._scorers = {task.name: Scorer(task.task, config.reward.limits) for task in self.suite}
 
     def before_first_step(self, step: int) -> None:

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from trustbatch.rollout.config import RolloutConfig
 
 ENGINE_KEYS = ("rollout.max_sequences", "rollout.precision")
-GRADER_KEYS = ("reward.workers", "reward.time_limit", "reward.memory_limit_gib")
+GRADER_KEYS = (
+    "reward.workers",
+    "reward.time_limit",
+    "reward.memory_limit_gib",
+    "reward.environment",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +154,8 @@ def _engine_tables(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"{override!r} is not an option of eval: in addition to those of --help it takes "
                 f"--model.KEY=..., {words}, --rollout.max_sequences=..., "
-                "--rollout.precision=... and --reward.time_limit=... (workers, memory_limit_gib), "
-                "as in a configuration."
+                "--rollout.precision=... and --reward.time_limit=... (workers, memory_limit_gib, "
+                "environment), as in a configuration."
             )
         apply_override(tree, override)
     return tree

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 
 from trustbatch.checkpoints.loop_state import Cursor
 from trustbatch.config import Config
+from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.rewards import GroupScorer
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import LearningTask, Task
-from trustbatch.types import RolloutBatch, RolloutGroup, SamplingParams
+from trustbatch.types import Prompt, RolloutBatch, RolloutGroup, SamplingParams
+from trustbatch.utils.system_errors import is_shortage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class BatchGenerator:
             groups = collect(
                 engine,
                 self.policy,
-                [self.task.prompt(first + number) for number in range(self._batch_size)],
+                [self._prompt(first + number) for number in range(self._batch_size)],
                 task=self.task,
                 num_samples=rollout.samples_per_prompt,
                 sampling=self.sampling,
@@ -89,6 +91,17 @@ class BatchGenerator:
             # a copy: the task goes on to change its own
             cursor = replace(cursor, task_state=copy.deepcopy(self.task.state()))
         return graded, cursor
+
+    def _prompt(self, index: int) -> Prompt:
+        try:
+            return self.task.prompt(index)
+        except Exception as error:  # a user's code may raise anything; the cause stays attached
+            if is_shortage(error):  # no fault of the task: there is advice for it
+                raise
+            raise ConfigError(
+                f"prompt({index}) of the task {self.task.name} failed with "
+                f"{type(error).__name__}: {error}; fix it, and the same command continues the run."
+            ) from error
 
     @property
     def _batch_size(self) -> int:

@@ -136,6 +136,12 @@ def read_gguf_config(path: Path) -> PretrainedConfig:
     return _config(_GgufFile(path))
 
 
+def read_gguf_tokenizer(path: Path) -> tuple[PreTrainedTokenizerFast, PretrainedConfig]:
+    """Return the model's tokenizer and its configuration, without de-quantizing anything."""
+    file = _GgufFile(path)
+    return build_tokenizer(file.fields, path), _config(file)
+
+
 class _GgufFile:
     """An opened file: its settings by name, and its tensors."""
 

@@ -101,6 +101,11 @@ def resolve_device(device: str) -> str:
     return device
 
 
+def context_length_of(config: Any) -> int:
+    """Return the longest sequence that the model of a Hugging Face config supports."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
+
+
 def default_precision(device: str) -> str:
     """Return the precision of matrix products that "auto" stands for on a device."""
     return "bfloat16" if device.startswith("cuda") else "float32"

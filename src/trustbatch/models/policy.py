@@ -1,7 +1,7 @@
 """The policy: a causal language model with its tokenizer, on one device."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,19 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from trustbatch.errors import ConfigError
 from trustbatch.models.config import LoraConfig
-from trustbatch.models.loading import default_precision, load_model, quiet_bars, resolve_device
+from trustbatch.models.loading import (
+    context_length_of,
+    default_precision,
+    load_model,
+    quiet_bars,
+    resolve_device,
+)
 from trustbatch.models.lora import Adapters
 from trustbatch.models.packing.attention import no_mask
 from trustbatch.models.packing.layout import PackedLayout
 from trustbatch.models.packing.probe import enable_packing, has_plain_head
 from trustbatch.models.tokenization import (
+    count_prompt_tokens,
     encode_prompt,
     refuse_other_vocabulary,
     stop_token_ids_of,
@@ -113,8 +120,7 @@ class Policy:
     @property
     def context_length(self) -> int:
         """The longest sequence that the model supports."""
-        config = self.model.config.get_text_config()
-        return int(getattr(config, "max_position_embeddings", None) or 2**31)
+        return context_length_of(self.model.config)
 
     @property
     def product_dtype(self) -> torch.dtype | None:
@@ -203,7 +209,7 @@ class Policy:
 
     def save(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         weights: dict[str, Tensor] | None = None,
         adapters: dict[str, Tensor] | None = None,
@@ -215,6 +221,7 @@ class Policy:
         `adapters` replace the current ones, by the same names (tied ones once): for a model that is
         sharded over ranks, or that is trained meanwhile.
         """
+        folder = Path(folder)
         with quiet_bars():
             if self.adapters is not None:
                 weights = weights or self.adapters.merged_state()
@@ -226,6 +233,10 @@ class Policy:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Tokenize a prompt, through the chat template where the tokenizer has one."""
         return encode_prompt(self.tokenizer, prompt)
+
+    def count_tokens(self, prompts: Sequence[Prompt]) -> list[int | str]:
+        """Return the number of tokens of each prompt, or why it can't be tokenized."""
+        return count_prompt_tokens(self.tokenizer, prompts)
 
     def decode(self, token_ids: list[list[int]]) -> list[str]:
         """Turn completions into text, without special tokens."""

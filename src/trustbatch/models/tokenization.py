@@ -13,18 +13,74 @@ from trustbatch.types import Prompt
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
     """Tokenize a prompt, through the chat template where the tokenizer has one."""
-    if tokenizer.chat_template:
-        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        text = tokenizer.apply_chat_template(
+    return encode_text(
+        tokenizer,
+        _rendered(tokenizer, prompt),
+        prompt_id=prompt.id,
+        add_special_tokens=not tokenizer.chat_template,
+    )
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    """Return the text of a prompt; a chat template writes the special tokens, too."""
+    if not tokenizer.chat_template:
+        return f"{prompt.system}\n\n{prompt.text}" if prompt.system else prompt.text
+    system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    return str(
+        tokenizer.apply_chat_template(
             [*system, {"role": "user", "content": prompt.text}],
             add_generation_prompt=True,
             tokenize=False,
             **prompt.chat,  # a template ignores unknown arguments
         )
-        # the template has already written the special tokens
-        return encode_text(tokenizer, str(text), prompt_id=prompt.id, add_special_tokens=False)
-    text = f"{prompt.system}\n\n{prompt.text}" if prompt.system else prompt.text
-    return encode_text(tokenizer, text, prompt_id=prompt.id)
+    )
+
+
+def count_prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> list[int | str]:
+    """Return the number of tokens of each prompt, or why it can't be tokenized.
+
+    All at once, which a fast tokenizer divides over the cores.
+    """
+    texts: list[str] = []
+    failed: dict[int, str] = {}
+    for number, prompt in enumerate(prompts):
+        try:
+            texts.append(_rendered(tokenizer, prompt))
+            texts[-1].encode()
+        except UnicodeEncodeError:
+            failed[number], texts[-1] = "has a character that is half of a pair", ""
+        except Exception as error:  # a template may raise anything
+            failed[number] = f"fails in the model's chat template ({first_line(error)})"
+            texts.append("")
+    counts: list[int | str] = []
+    try:
+        counts += map(len, _encode_all(tokenizer, texts))
+    except Exception as error:
+        if type(error) is not Exception:  # the tokenizers library raises plain Exception
+            raise
+        counts += [_count_one(tokenizer, text) for text in texts]
+    return [failed.get(number, count) for number, count in enumerate(counts)]
+
+
+def _encode_all(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    encoded = tokenizer(
+        texts,
+        add_special_tokens=not tokenizer.chat_template,
+        return_attention_mask=False,
+        verbose=False,  # about texts that are longer than the context
+    )
+    return encoded["input_ids"]
+
+
+def _count_one(tokenizer: PreTrainedTokenizerBase, text: str) -> int | str:
+    try:
+        return len(_encode_all(tokenizer, [text])[0])
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        return f"has a character for which the model has no token ({first_line(error)})"
 
 
 def encode_text(
@@ -36,9 +92,11 @@ def encode_text(
 ) -> tuple[int, ...]:
     """Tokenize a text of a prompt or of its episode."""
     try:
+        text.encode()  # half of a pair of characters is a TypeError of the library
         return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
     except Exception as error:
-        if type(error) is not Exception:  # the tokenizers library raises plain Exception
+        # the tokenizers library raises plain Exception
+        if type(error) not in (Exception, UnicodeEncodeError):
             raise
         raise ConfigError(
             f"The tokenizer of {tokenizer.name_or_path} can't encode prompt {prompt_id!r}: it has "

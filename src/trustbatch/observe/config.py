@@ -1,10 +1,13 @@
 """[run]: where results go."""
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
 from trustbatch.utils.tables import Changeable, Table
+
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 
 
 class RunConfig(Table):
@@ -20,6 +23,9 @@ class RunConfig(Table):
     """steps between samples of completions in rollouts/"""
     rollouts_logged: Changeable[int] = Field(default=16, ge=0)
     """completions in each sample"""
+
+    accept_changes: Changeable[tuple[Fingerprint, ...]] = ()
+    """fingerprints of edited files with which the run may be resumed"""
 
     @property
     def path(self) -> Path:

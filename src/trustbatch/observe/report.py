@@ -25,6 +25,7 @@ from trustbatch.observe.page_parts import (
 from trustbatch.observe.report_charts import charts_section
 from trustbatch.observe.report_data import Run, SampleFile, read_runs
 from trustbatch.observe.status import ENGINE_METRICS
+from trustbatch.utils.files import write_atomically
 
 LONGEST_TEXT = 4000
 _WARNING_COUNTS = {
@@ -70,7 +71,7 @@ def write_report(run_folders: Sequence[Path], output: Path) -> Path:
             f"The report cannot be written to {output}, which is a folder: give a file name in it."
         )
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_bytes(as_bytes(page))
+    write_atomically(output, as_bytes(page))
     return output
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from trustbatch.errors import CheckpointError
 from trustbatch.observe.config import RunConfig
+from trustbatch.observe.event_file import EventFile
 from trustbatch.observe.status import NoStatusFile, StatusFile
 from trustbatch.rollout.records import readable_record
 from trustbatch.types import RolloutGroup
-from trustbatch.utils.files import lock_folder, write_atomically
+from trustbatch.utils.files import AppendedFile, lock_folder, naming, write_atomically
+from trustbatch.utils.terminal import LiveLine
+
+METRICS_FILE = "metrics.jsonl"
+MAX_RANGES = 5
+"""of lines or steps that a sentence names"""
 
 
 class RunFolder:
@@ -37,7 +43,8 @@ class RunFolder:
     @property
     def has_results(self) -> bool:
         """Whether a step was trained: what a failed start left behind binds nobody."""
-        has_steps = any(line["step"] > 0 for line in read_metrics(self.path))
+        lines, _ = scan_metrics(self.path)
+        has_steps = any(line["step"] > 0 for line in lines)
         return has_steps or any(self.checkpoints.glob("step-*"))
 
     def start(self, step: int) -> None:
@@ -48,6 +55,13 @@ class RunFolder:
             in_use=f"Another process is training in {self.path}: wait for it, or choose another "
             "run.name.",
         )
+        try:
+            self._start_files(step)
+        except OSError:
+            self._lock.close()
+            raise
+
+    def _start_files(self, step: int) -> None:
         write_atomically(self.path / "config.toml", self.resolved)
         environment = json.dumps(describe_environment(), indent=2)
         write_atomically(self.path / "environment.json", environment + "\n")
@@ -55,24 +69,46 @@ class RunFolder:
         for path in (self.path / "rollouts").glob("step-[0-9]*.jsonl"):
             if path.stem > f"step-{step:06d}":
                 path.unlink()
-        # a run that restarts from the beginning also evaluates again before its first step
-        kept = [line for line in read_metrics(self.path) if step and line["step"] <= step]
+        kept = self._repair_metrics(step)
         write_atomically(self._metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
-        self._metrics = self._metrics_file.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(
-            self.path / "tensorboard", purge_step=step + 1 if step else 0
-        )
+        self._metrics = AppendedFile(self._metrics_file)
+        first = step + 1 if step else 0
+        self._events = EventFile(self.path / "tensorboard", first_step=first)
+
+    def _repair_metrics(self, step: int) -> list[dict[str, Any]]:
+        """Return the lines up to a step; says what is broken or missing, and keeps a copy of it.
+
+        Metrics are a record only: the run goes on without those that are lost.
+        """
+        lines, broken = scan_metrics(self.path)
+        # a run that restarts from the beginning also evaluates again before its first step
+        by_step = {line["step"]: line for line in lines if step and line["step"] <= step}
+        found = []
+        if broken:
+            found.append(f"can't be read in {_ranges(broken, 'line')}")
+        repeated = len([line for line in lines if step and line["step"] <= step]) - len(by_step)
+        if repeated:
+            found.append(f"has {repeated} lines of steps that come again later")
+        missing = [number for number in range(1, step + 1) if number not in by_step]
+        if missing:
+            found.append(f"has nothing of {_ranges(missing, 'step')}")
+        if found:
+            sentence = f"{self._metrics_file} {' and '.join(found)}"
+            if broken or repeated:
+                copy = self.path / "metrics-damaged.jsonl"
+                shutil.copyfile(self._metrics_file, copy)
+                sentence += f", so it is written anew and kept as {copy.name}"
+            LiveLine().show(f"{sentence}: the run goes on without these numbers.", last=True)
+        return [by_step[number] for number in sorted(by_step)]
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl and the same numbers to TensorBoard."""
-        self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._metrics.flush()
-        for name, value in metrics.items():
-            self._tensorboard.add_scalar(name, value, step)
+        self._metrics.write(json.dumps({"step": step, **metrics}).encode() + b"\n")
+        self._events.add(step, metrics)
 
     def sync(self) -> None:
         """Wait until the metrics are on the disk: a checkpoint must not be ahead of them."""
-        os.fsync(self._metrics.fileno())
+        self._metrics.sync()
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Tensor) -> None:
         """Write the first completions of a batch, group by group, so that they can be compared."""
@@ -87,32 +123,66 @@ class RunFolder:
             for sample in range(len(group.completions))
         ]
         lines = [json.dumps(row) + "\n" for row in rows[: self.table.rollouts_logged]]
-        (self.path / "rollouts" / f"step-{step:06d}.jsonl").write_text(
-            "".join(lines), encoding="utf-8"
-        )
+        file = self.path / "rollouts" / f"step-{step:06d}.jsonl"
+        with naming(file):
+            file.write_text("".join(lines), encoding="utf-8")
 
     def close(self) -> None:
         """Flush and close all files, and unlock the folder."""
         self.status.close()
         self._metrics.close()
-        self._tensorboard.close()
+        self._events.close()
         self._lock.close()
 
     @property
     def _metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS_FILE
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl; an incomplete last line is left out."""
-    file = folder / "metrics.jsonl"
+    lines, broken = scan_metrics(folder)
+    if broken:
+        raise CheckpointError(
+            f"{folder / METRICS_FILE} can't be read in {_ranges(broken, 'line')}: remove what is "
+            "broken, or resume the run, which does so and keeps a copy."
+        )
+    return lines
+
+
+def scan_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the lines of metrics.jsonl, and the numbers of those that can't be read, from 1.
+
+    An incomplete last line, which a kill leaves, is neither.
+    """
+    file = folder / METRICS_FILE
     if not file.is_file():
-        return []
-    complete, _, _ = file.read_text(encoding="utf-8").rpartition("\n")
-    try:
-        return [json.loads(line) for line in complete.splitlines()]
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file} has a line that is not JSON: remove the line.") from error
+        return [], []
+    lines, broken = [], []
+    complete, _, _ = file.read_bytes().rpartition(b"\n")
+    for number, text in enumerate(complete.split(b"\n") if complete else [], start=1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict) and type(line.get("step")) is int:
+            lines.append(line)
+        else:
+            broken.append(number)
+    return lines, broken
+
+
+def _ranges(numbers: Sequence[int], what: str) -> str:
+    """Return numbers in words, such as "steps 3 to 5, 7"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    shown = [" to ".join(map(str, span)) for span in spans[:MAX_RANGES]]
+    more = f" and {len(spans) - MAX_RANGES} more places" if len(spans) > MAX_RANGES else ""
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(shown)}{more}"
 
 
 class ReadOnlyRunFolder(RunFolder):

@@ -176,7 +176,7 @@ class StatusFile:
         self._record.state = state
         if error:
             self._record.last_error = error[:LONGEST_ERROR]
-        self._write()
+        self._write(is_last=True)
 
     def __enter__(self) -> "StatusFile":
         return self
@@ -199,7 +199,7 @@ class StatusFile:
             with self._lock:
                 self._write()
 
-    def _write(self) -> None:
+    def _write(self, *, is_last: bool = False) -> None:
         assert self._record is not None, "an update comes first"
         record = self._record
         record.time = time.time()
@@ -208,9 +208,37 @@ class StatusFile:
             each = (record.stepped - record.started) / num_steps
             end = record.stepped + each * (record.steps - record.step)
             record.seconds_left = max(end - record.time, 0.0)
-        # on a full disk, writing the metrics raises the error, not this thread
-        with suppress(OSError):
-            write_atomically(self._file, json.dumps(asdict(record), indent=1) + "\n")
+        try:
+            write_atomically(self._file, _text(record))
+        except OSError:
+            # on a full disk, writing the metrics raises the error, not this thread
+            if is_last:
+                _overwrite(self._file, record)
+
+
+def mark_failed(folder: Path, error: str) -> None:
+    """Write that a run has failed, for one whose process can't do so in order."""
+    file = folder / FILE_NAME
+    record = json.loads(file.read_bytes())
+    if record["state"] == "running":
+        record |= {"state": "failed", "last_error": error[:LONGEST_ERROR], "time": time.time()}
+        write_atomically(file, json.dumps(record, indent=1) + "\n")
+
+
+def _text(record: StatusRecord) -> str:
+    return json.dumps(asdict(record), indent=1) + "\n"
+
+
+def _overwrite(file: Path, record: StatusRecord) -> None:
+    """Write the end of a run in the space that the file has already: a full disk gives no other."""
+    with suppress(OSError), file.open("r+b", buffering=0) as opened:
+        room = os.fstat(opened.fileno()).st_blocks * 512
+        if len(_text(record).encode()) > room:
+            record.last_error = ""
+        content = _text(record).encode()
+        if len(content) <= room:
+            opened.write(content)
+            opened.truncate()
 
 
 class NoStatusFile(StatusFile):

@@ -16,16 +16,10 @@ from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.hardware import Hardware, find_hardware
 from trustbatch.plan.memory import Setting, size
 from trustbatch.tasks import Task
+from trustbatch.utils.system_errors import is_shortage
 
 MIN_REDUCTION = 0.1
 """share of the estimate that advice must save, since the estimate was too low"""
-OUT_OF_MEMORY_MESSAGES = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
-"""parts of the messages of libraries that raise a plain RuntimeError"""
 
 
 @contextmanager
@@ -43,15 +37,6 @@ def memory_advice(config: Config, task: Task, phase: str) -> Iterator[None]:
             f"Memory ran out in the {phase} phase with {in_use} in use: "
             + _advice(config, task, phase)
         ) from None
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Return whether an error is an out-of-memory error."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in OUT_OF_MEMORY_MESSAGES
-    )
 
 
 def _advice(config: Config, task: Task, phase: str) -> str:

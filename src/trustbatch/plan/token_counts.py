@@ -1,15 +1,17 @@
 """Numbers of tokens: of the longest prompt, and in the native engine's KV cache."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from trustbatch.config import Config
-from trustbatch.models.gguf import find_gguf
-from trustbatch.models.loading import is_offline
-from trustbatch.models.tokenization import encode_prompt
+from trustbatch.models.gguf import find_gguf, read_gguf_tokenizer
+from trustbatch.models.loading import context_length_of, is_offline
+from trustbatch.models.tokenization import count_prompt_tokens
 from trustbatch.rollout.native.batch import STEPS_ON_GPU
 from trustbatch.rollout.native.cache import GROWTH, PAGE
 from trustbatch.tasks import Task
@@ -29,29 +31,51 @@ class PromptLength:
 
 def longest_prompt(config: Config, task: Task | None) -> PromptLength:
     """Tokenize the first prompts of a task, if the tokenizer can be loaded without the model."""
-    encode = None if task is None else prompt_encoder(config)
-    if task is None or encode is None:
+    tokenizer = None if task is None else prompt_tokenizer(config)
+    if task is None or tokenizer is None:
         return PromptLength(ASSUMED_PROMPT_TOKENS, is_assumed=True)
     num_prompts = min(config.rollout.prompts_per_step, MAX_PROMPTS)
-    lengths = [len(encode(task.prompt(i))) for i in range(num_prompts)]
-    if max(lengths) == 0:  # transformers returns an empty tokenizer if there are no files
+    counts = tokenizer.count_tokens([task.prompt(i) for i in range(num_prompts)])
+    longest = max((count for count in counts if isinstance(count, int)), default=0)
+    if longest == 0:
         return PromptLength(ASSUMED_PROMPT_TOKENS, is_assumed=True)
-    return PromptLength(max(lengths), is_assumed=False)
+    return PromptLength(longest, is_assumed=False)
 
 
-def prompt_encoder(config: Config) -> Callable[[Prompt], tuple[int, ...]] | None:
-    """Return a function that encodes prompts; None if the tokenizer can't be loaded alone."""
-    if find_gguf(config.model.name) is not None:
-        return None
+@dataclass(frozen=True)
+class PromptTokenizer:
+    """The tokenizer of a model whose weights are not loaded."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+
+    def count_tokens(self, prompts: Sequence[Prompt]) -> list[int | str]:
+        """Return the number of tokens of each prompt, or why it can't be tokenized."""
+        return count_prompt_tokens(self.tokenizer, prompts)
+
+
+def prompt_tokenizer(config: Config) -> PromptTokenizer | None:
+    """Return the tokenizer of the model; None if there is none without the hub."""
+    return _load_tokenizer(config.model.name, config.model.trust_remote_code)
+
+
+@lru_cache(maxsize=1)
+def _load_tokenizer(name: str, trust_remote_code: bool) -> PromptTokenizer | None:
+    file = find_gguf(name)
+    if file is not None:
+        tokenizer, model_config = read_gguf_tokenizer(file)
+        return PromptTokenizer(tokenizer, context_length_of(model_config))
+    options: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": is_offline(name),
+    }
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.model.name,
-            trust_remote_code=config.model.trust_remote_code,
-            local_files_only=is_offline(config.model.name),
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        length = context_length_of(AutoConfig.from_pretrained(name, **options))
     except (OSError, ValueError):
         return None
-    return lambda prompt: encode_prompt(tokenizer, prompt)
+    # transformers returns an empty tokenizer if there are no files
+    return PromptTokenizer(tokenizer, length) if len(tokenizer) else None
 
 
 def cached_tokens(

@@ -47,6 +47,18 @@ class RewardConfig(Table):
     """seconds for one completion"""
     memory_limit_gib: Changeable[float] = Field(default=2.0, gt=0.0)
     """for one completion, beyond what the grader holds when it is loaded"""
+    environment: Changeable[tuple[str, ...]] = ()
+    """names of environment variables that graders get beside the usual ones"""
+
+    @property
+    def task_grades(self) -> bool:
+        """Whether the task's own grader is part of the reward."""
+        return not self.terms or any(term.name == "task" for term in self.terms)
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether a term compares with the answer, whatever the task."""
+        return any(term.name == "math" for term in self.terms)
 
     @property
     def limits(self) -> "RewardConfig":

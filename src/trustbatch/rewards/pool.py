@@ -14,12 +14,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trustbatch.errors import RewardError
+from trustbatch.rewards.environment import grader_environment
 from trustbatch.rewards.worker import LENGTH, Outcome, WorkerSetup, encode_message
 from trustbatch.types import GradeStatus
+from trustbatch.utils.oom_kills import count_oom_kills
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ START_TIMEOUT = 120.0
 """seconds in which a process has to load the grader"""
 PROGRESS_INTERVAL = 10.0
 """seconds between two log lines"""
+END_SECONDS = 5.0
+"""in which a process that is told to end has killed all that its grader has started"""
 MAX_FAILED_STARTS = 3
 """in a row"""
 
@@ -39,6 +43,7 @@ class GraderPool:
     """Grades items in separate processes.
 
     Processes start at the first use and end with `close`, or with the thread that started them.
+    They have the usual environment variables, and those that `environment` names.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class GraderPool:
         time_limit: float,
         memory_limit_gib: float,
         limit_name: str = "reward.time_limit",
+        environment: Sequence[str] = (),
     ) -> None:
         self.workers = workers
         self.time_limit = time_limit
@@ -61,8 +67,8 @@ class GraderPool:
             grade=pickled,
             path=[*sys.path, os.getcwd()],
             memory_limit=int(memory_limit_gib * 2**30),
-            parent=os.getpid(),
         )
+        self._environment = grader_environment(environment)
         self._processes: list[_Process] = []
         self._selector = selectors.DefaultSelector()
         self._failed_starts = 0
@@ -98,13 +104,15 @@ class GraderPool:
 
     def close(self) -> None:
         """End all processes."""
+        for process in self._processes:
+            process.terminate()  # all at the same time
         for process in list(self._processes):
             self._end(process)
 
     def _start_workers(self, count: int) -> None:
         """Start processes until there are at least `count`."""
         while len(self._processes) < count:
-            process = _Process(self._setup)
+            process = _Process(self._setup, self._environment)
             self._selector.register(process.outcomes, selectors.EVENT_READ, process)
             self._processes.append(process)
 
@@ -161,7 +169,7 @@ class GraderPool:
 
     def _remove(self, process: "_Process") -> list[tuple[int, Outcome]]:
         item, was_ready = process.item, process.is_ready
-        how = _how_it_ended(self._end(process))
+        how = _how_it_ended(self._end(process), process.oom_kills)
         if item is not None:
             reason = f"its process {how} while it graded"
             return [(item, Outcome(GradeStatus.FAILED, reason=reason))]
@@ -186,27 +194,33 @@ class GraderPool:
         return [(item, Outcome(GradeStatus.TIMED_OUT, reason=reason))]
 
 
-def _how_it_ended(code: int) -> str:
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = ", perhaps out of memory," if name == "SIGKILL" else ""
-        return f"was killed by {name}{hint}"
-    return f"ended with exit code {code}"
+def _how_it_ended(code: int, oom_kills_before: int | None) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    how = f"was killed by {signal.Signals(-code).name}"
+    if -code != signal.SIGKILL:
+        return how
+    oom_kills = count_oom_kills()
+    if oom_kills is not None and oom_kills_before is not None and oom_kills > oom_kills_before:
+        return f"{how} when the machine's memory ran out"
+    return f"{how} (by the kernel if memory ran out, by a job scheduler or by hand)"
 
 
 class _Process:
     """One worker process and its current item."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    def __init__(self, setup: WorkerSetup, environment: Mapping[str, str]) -> None:
+        self.oom_kills = count_oom_kills()
+        """of the system when the process was started"""
         # a new session: its children are killed with it, and Ctrl-C does not reach it
         self._process = subprocess.Popen(
             # -P: a file of the current folder must not shadow a standard module
-            [sys.executable, "-P", "-m", "trustbatch.rewards.worker"],
+            [sys.executable, "-P", "-m", "trustbatch.rewards.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env=_environment(),
+            env=environment,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -256,14 +270,22 @@ class _Process:
         del self._received[:end]
         return message
 
+    def terminate(self) -> None:
+        """Tell the supervisor to end the grader and itself."""
+        self._process.send_signal(signal.SIGTERM if sys.platform == "linux" else signal.SIGKILL)
+
     def end(self) -> int:
-        """Kill the process and its children, and return its exit code."""
-        self._process.poll()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Kill the process and all that it has started, and return its exit code."""
         with contextlib.suppress(BrokenPipeError):
             self._items.close()
-        code = self._process.wait()
+        self.terminate()
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # the supervisor itself is stuck, such as stopped
+            self._process.kill()
+            code = self._process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         if self._process.stdout is not None:
             self._process.stdout.close()
         return code
@@ -272,9 +294,3 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):  # the other pipe reports the exit
             self._items.write(encode_message(message))
             self._items.flush()
-
-
-def _environment() -> dict[str, str]:
-    """Return variables with which a worker finds this package, and uses one thread."""
-    path = os.pathsep.join(filter(None, sys.path))
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

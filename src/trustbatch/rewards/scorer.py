@@ -31,6 +31,7 @@ from trustbatch.rewards.terms import (
 )
 from trustbatch.rewards.worker import Outcome, describe, run_grader
 from trustbatch.tasks.base import Task
+from trustbatch.tasks.rows import or_leave_out
 from trustbatch.types import FinishReason, Grade, GradeStatus, RolloutGroup
 from trustbatch.utils.distributed import on_rank_zero
 from trustbatch.utils.terminal import plain_line
@@ -160,6 +161,7 @@ class Scorer:
                         workers=self.reward.workers or os.cpu_count() or 1,
                         time_limit=time_limit,
                         memory_limit_gib=self.reward.memory_limit_gib,
+                        environment=self.reward.environment,
                         limit_name=(
                             "reward.time_limit"
                             if isinstance(grade, PooledTerms)
@@ -238,8 +240,9 @@ class Scorer:
     def _report_failed(self, failed: Sequence[tuple[Sample, Grade]], num_samples: int) -> None:
         if self.reward.ungraded == "stop":
             raise RewardError(
-                f"The grader of task {self.task.name} failed on {_first(failed)}; fix it, and the "
-                "same command continues the run."
+                f"The grader of task {self.task.name} failed on {_first(failed)}; fix it"
+                f"{or_leave_out(self.task, failed[0][0].prompt)}, and the same command continues "
+                "the run."
             )
         logger.warning(
             "%d of %d completions could not be graded; the first is of %s",

@@ -1,10 +1,9 @@
 """A grading process: reads one item at a time from stdin, and writes its outcome to stdout.
 
-Started by `GraderPool` as `python -m trustbatch.rewards.worker`. It imports neither torch nor
-other slow modules, unless the grader itself does.
+Started by `GraderPool` as `python -m trustbatch.rewards.worker PARENT`. It imports neither torch
+nor other slow modules, unless the grader itself does.
 """
 
-import ctypes
 import os
 import pickle
 import signal
@@ -14,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from trustbatch.rewards.supervisor import supervised
 from trustbatch.types import GradeStatus
 
 LENGTH = struct.Struct(">Q")
 MAX_REASON_LENGTH = 500
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class WorkerSetup:
     """sys.path of the process that pickled it"""
     memory_limit: int
     """bytes in addition to the worker's memory when it is ready"""
-    parent: int
 
 
 def run_grader(grade: Callable[[Any], Any], item: Any) -> Outcome:
@@ -68,6 +66,7 @@ def encode_message(message: Any) -> bytes:
 
 def main() -> None:
     """Grade items until stdin is closed."""
+    supervised(parent=int(sys.argv[1]))
     items = os.fdopen(os.dup(0), "rb")
     outcomes = os.fdopen(os.dup(1), "wb")
     # a grader's own output must not mix with the outcomes, and it must not read the items
@@ -77,7 +76,6 @@ def main() -> None:
     setup = _read(items)
     if not isinstance(setup, WorkerSetup):
         return
-    _exit_with_parent(setup.parent)
     # Ctrl-C reaches all processes of a terminal: the run decides what it means
     signal.signal(signal.SIGINT, lambda *_: None)
     sys.path[:] = setup.path
@@ -103,14 +101,6 @@ def _read(items: BinaryIO) -> Any:
 def _write(outcomes: BinaryIO, outcome: Outcome) -> None:
     outcomes.write(encode_message(outcome))
     outcomes.flush()
-
-
-def _exit_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, even if it is stuck."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent has already ended
-        os._exit(1)
 
 
 def _limit_memory(limit: int) -> None:

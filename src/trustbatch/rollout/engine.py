@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -89,6 +90,8 @@ class EngineSettings:
     """where the engine computes"""
     table: Any
     """the engine's own table of [rollout]; None if it has none"""
+    log_folder: Path | None
+    """where the log of a process of the engine goes; None: it is kept after an error only"""
 
 
 class EngineInfo:

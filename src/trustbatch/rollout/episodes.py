@@ -17,6 +17,7 @@ from trustbatch.models.policy import Policy
 from trustbatch.models.tokenization import encode_text
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks.base import Environment
+from trustbatch.tasks.rows import or_leave_out
 from trustbatch.types import (
     Completion,
     FinishReason,
@@ -59,7 +60,7 @@ def play(
             elif turn == max_turns:
                 episode.finish_reason = FinishReason.TURNS
             else:
-                reply = Reply(text, encoders.encode(text, episode.prompt))
+                reply = _encoded(text, episode.prompt, encoders, environment)
                 episode.add_reply(reply, max_tokens=sampling.max_tokens)
         running = [episode for episode in running if episode.finish_reason is None]
         if not running:
@@ -150,6 +151,17 @@ class _Encoders:
             self._known[key] = ReplyEncoder.of(self._policy, prompt.chat)
         token_ids = self._known[key].encode(reply, prompt_id=prompt.id)
         return torch.tensor(token_ids, dtype=torch.int64)
+
+
+def _encoded(text: str, prompt: Prompt, encoders: _Encoders, environment: Environment) -> Reply:
+    try:
+        return Reply(text, encoders.encode(text, prompt))
+    except ConfigError as error:
+        raise ReplyError(
+            f"The environment {environment.name} replied {text[:80]!a} on prompt {prompt.id!r}, "
+            "which the model's tokenizer can't encode: make it reply in characters that have "
+            f"tokens{or_leave_out(environment, prompt)}."
+        ) from error
 
 
 @dataclass
@@ -261,17 +273,18 @@ def _reply_to(episode: Episode, environment: Environment) -> str | None:
     """Return the environment's reply to the policy's last turn; None ends the episode."""
     if episode.last_turn.finish_reason is FinishReason.LENGTH:
         return None
-    prompt_id = episode.prompt.id
+    prompt = episode.prompt
     try:
-        reply = environment.reply(episode.prompt, episode.turns)
+        reply = environment.reply(prompt, episode.turns)
     except Exception as error:  # a user's code may raise anything; the cause stays attached
         raise ReplyError(
-            f"The environment {environment.name} failed to reply on prompt {prompt_id!r} with "
-            f"{type(error).__name__}: {error}; fix it, and the same command continues the run."
+            f"The environment {environment.name} failed to reply on prompt {prompt.id!r} with "
+            f"{type(error).__name__}: {error}; fix it{or_leave_out(environment, prompt)}, and the "
+            "same command continues the run."
         ) from error
     if reply is not None and not isinstance(reply, str):
         raise ReplyError(
-            f"The environment {environment.name} replied {reply!r} on prompt {prompt_id!r}: make "
-            "`reply` return text, or None to end the episode."
+            f"The environment {environment.name} replied {reply!r} on prompt {prompt.id!r}: make "
+            f"`reply` return text, or None to end the episode{or_leave_out(environment, prompt)}."
         )
     return reply

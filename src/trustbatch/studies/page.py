@@ -66,9 +66,7 @@ def write_study_page(folder: Path) -> Path:
     verdict = judge(results)
     write_atomically(results.folder / SUMMARY_FILE, study_summary(results, verdict))
     page = results.folder / PAGE_FILE
-    partial = page.with_name(f".{PAGE_FILE}")
-    partial.write_bytes(as_bytes(render_study(results, verdict)))
-    partial.replace(page)
+    write_atomically(page, as_bytes(render_study(results, verdict)))
     return page
 
 

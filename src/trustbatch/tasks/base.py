@@ -5,10 +5,11 @@ implements `Environment` replies to completions, and episodes have several turns
 """
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeGuard, runtime_checkable
 
 from trustbatch.errors import ConfigError
+from trustbatch.tasks.rows import PromptChecks
 from trustbatch.types import Prompt, Role, RolloutGroup, Turn
 
 
@@ -86,12 +87,22 @@ class FilteredTask(Protocol):
         """
         ...
 
-    def fitted(self, num_tokens: Callable[[Prompt], int], say: Callable[[str], None]) -> Self:
-        """Return the task without prompts that have more tokens than it allows."""
+    def fitted(self, checks: PromptChecks) -> Self:
+        """Return the task after a check of all prompts: without those that it does not allow."""
         ...
 
     def describe(self) -> str:
         """Return one line with the number of problems, and of those left out by reason."""
+        ...
+
+
+@runtime_checkable
+class ReadsFiles(Protocol):
+    """A task that reads files: a run that is resumed after one of them was edited is refused."""
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """Paths of the files, by the names that a sentence calls them."""
         ...
 
 

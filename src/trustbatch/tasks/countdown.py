@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from trustbatch.math_grading.extract import after_thinking, last_box
 from trustbatch.tasks.data_files import HubDataset
 from trustbatch.tasks.problems import ProblemTask
+from trustbatch.tasks.rows import BadRow
 from trustbatch.types import Prompt
 
 NUM_TEST_ROWS = 1024
@@ -66,9 +67,7 @@ class Countdown(ProblemTask):
     def standard_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """The hub's rows have numbers, but neither a text nor a reference expression."""
         if "nums" not in row or "target" not in row:
-            raise ValueError(
-                f"A row of countdown has the fields {', '.join(row)}: it needs nums and target."
-            )
+            raise BadRow(f"has the fields {', '.join(row)}", fix="give it nums and target")
         problem = PROBLEM.format(numbers=list(row["nums"]), target=row["target"])
         return {"problem": problem, "answer": str(row["target"]), **row}
 

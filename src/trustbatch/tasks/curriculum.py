@@ -6,18 +6,20 @@ groups are observed, in sampling order; so a resumed run continues exactly, with
 
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from trustbatch.tasks.base import (
     FilteredTask,
     ProblemSet,
+    ReadsFiles,
     Task,
     grade_completion,
     is_environment,
     reply_to,
 )
+from trustbatch.tasks.rows import PromptChecks, RowOrigin, RowTask
 from trustbatch.types import Prompt, RolloutGroup, Turn
 
 
@@ -69,11 +71,16 @@ class Curriculum:
         """The task's problems."""
         return self.task.problems
 
+    @property
+    def seats(self) -> Sequence[Prompt]:
+        """The problems, with those that are left out by their ids."""
+        return getattr(self.task, "seats", self.task.problems)
+
     def prompt(self, index: int) -> Prompt:
         """Return the index-th prompt, from a weighted order without replacement."""
         if not self._order:
             self._order = self._weighted_order()
-        problem = self.problems[self._order[(index - self.num_observed) % len(self._order)]]
+        problem = self.seats[self._order[(index - self.num_observed) % len(self._order)]]
         return replace(problem, id=f"{problem.id}#{index}")
 
     def grade(self, prompt: Prompt, completion: str) -> float:
@@ -133,9 +140,18 @@ class Curriculum:
         """Return the curriculum over fewer problems."""
         return self._over(self.task.without(statements, where))
 
-    def fitted(self, num_tokens: Callable[[Prompt], int], say: Callable[[str], None]) -> Self:
-        """Return the curriculum over prompts that are short enough."""
-        return self._over(self.task.fitted(num_tokens, say))
+    def fitted(self, checks: PromptChecks) -> Self:
+        """Return the curriculum over prompts that can be used."""
+        return self._over(self.task.fitted(checks))
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The files that the task has read."""
+        return self.task.files if isinstance(self.task, ReadsFiles) else {}
+
+    def row_of(self, prompt: Prompt) -> RowOrigin | None:
+        """Return where a prompt comes from, if the task knows."""
+        return self.task.row_of(prompt) if isinstance(self.task, RowTask) else None
 
     def describe(self) -> str:
         """Return one line about the task's problems and the favored pass rates."""
@@ -148,11 +164,16 @@ class Curriculum:
         return replace(self, task=task)  # without counts, which are still empty
 
     def _weighted_order(self) -> list[int]:
-        """Return a permutation of the problems, sampled without replacement by weight."""
+        """Return a permutation of the problems, sampled without replacement by weight.
+
+        Problems that are left out by id have a time too, so that those of the others stay.
+        """
         rng = random.Random(f"{self.seed}:curriculum:{self.num_observed}")
         # sorting by exponential times whose rates are the weights samples such a permutation
         times = [
             -math.log(1.0 - rng.random()) / (self.weight if self.is_favored(problem) else 1.0)
-            for problem in self.problems
+            for problem in self.seats
         ]
-        return sorted(range(len(times)), key=times.__getitem__)
+        present = {problem.id for problem in self.problems}
+        seats = [seat for seat, problem in enumerate(self.seats) if problem.id in present]
+        return sorted(seats, key=times.__getitem__)

@@ -4,11 +4,16 @@ import gzip
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
+
+from trustbatch.errors import first_line
+from trustbatch.tasks.rows import BadRow, BadRows, Row
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 HUB_TIMEOUT = 10.0
@@ -22,8 +27,8 @@ def is_data_file(name: str) -> bool:
     return name.endswith(ENDINGS)
 
 
-def read_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file."""
+def read_rows(path: str, bad: BadRows | None = None) -> Iterator[Row]:
+    """Yield the rows of a file; bad ones are added to `bad`, or else refused."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"task.path = {path!r} is not a file: check the path.")
@@ -31,55 +36,106 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
         raise ValueError(
             f"task.path = {path!r} must end in .jsonl, .jsonl.gz, .json (a list) or .parquet."
         )
-    if file.suffix == ".parquet":
-        yield from _read_parquet(file)
-        return
-    opener = gzip.open if file.suffix == ".gz" else open
+    refused = BadRows()
+    has_good = False
+    for where, read in _read_places(file, path):
+        try:
+            row = read()
+        except BadRow as reason:
+            (refused if bad is None else bad).add(where, reason)
+        else:
+            has_good = True
+            yield Row(row, where)
+    refused.refuse(has_good=has_good)
+
+
+def _read_places(file: Path, path: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the place of each row, and a function that returns the row or raises BadRow."""
     try:
-        with opener(file, "rt", encoding="utf-8") as lines:
+        if file.suffix == ".parquet":
+            for number, row in enumerate(_read_parquet(file), start=1):
+                yield f"row {number} of {path!r}", partial(_checked, row)
+            return
+        opener = gzip.open if file.suffix == ".gz" else open
+        with opener(file, "rt", encoding="utf-8-sig") as lines:
             if file.suffix == ".json":
-                yield from _parse_list(lines.read(), path)
+                for number, row in enumerate(_parse_list(lines.read(), path), start=1):
+                    yield f"row {number} of {path!r}", partial(_checked, row)
                 return
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _parse_line(line, number, path)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"task.path = {path!r} can't be read: {error}.") from error
+                    yield f"line {number} of {path!r}", partial(_parse_line, line)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"task.path = {path!r} is no text in UTF-8 ({error.reason} at byte {error.start:,}): "
+            "save it in UTF-8, or give its real ending."
+        ) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"task.path = {path!r} can't be read ({first_line(error)}): copy or write it again."
+        ) from error
 
 
-def _parse_line(line: str, number: int, path: str) -> dict[str, Any]:
+def _parse_line(line: str) -> dict[str, Any]:
+    return _checked(_parse(line.strip()))
+
+
+def _parse(text: str) -> Any:
+    """Parse JSON; raises BadRow."""
     try:
-        row = json.loads(line)
+        return json.loads(text, object_pairs_hook=_fields)
     except json.JSONDecodeError as error:
-        raise ValueError(f"Line {number} of {path!r} is not JSON: {error.msg}.") from error
+        what = error.msg.removesuffix(" at")
+        raise BadRow(f"is not JSON ({what} at character {error.pos + 1})") from error
+    except RecursionError as error:
+        raise BadRow("is nested too deeply") from error
+    except BadRow:
+        raise
+    except ValueError as error:  # such as a number of more digits than Python converts
+        raise BadRow(f"can't be read ({first_line(error)})") from error
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRow(f"has the field {twice!r} twice", fix="remove one")
+    return fields
+
+
+def _checked(row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f"Line {number} of {path!r} must be a JSON object with named fields.")
+        raise BadRow("is no JSON object with named fields")
     return row
 
 
-def _parse_list(text: str, path: str) -> list[dict[str, Any]]:
+def _parse_list(text: str, path: str) -> list[Any]:
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
+        rows = _parse(text)
+    except BadRow as error:
         raise ValueError(
-            f"{path!r} is not JSON: {error.msg}; give a file with one JSON object per line the "
-            "ending .jsonl."
+            f"{path!r} {error}: fix it, or give a file with one JSON object per line the ending "
+            ".jsonl."
         ) from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list):
         raise ValueError(f"{path!r} must be a list of JSON objects with named fields.")
     return rows
 
 
-def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
+def _read_parquet(file: Path) -> list[dict[str, Any]]:
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError("Parquet files need pyarrow: pip install 'trustbatch[parquet]'.")
     import pyarrow
     import pyarrow.parquet
 
     try:
-        yield from pyarrow.parquet.read_table(file).to_pylist()
+        return pyarrow.parquet.read_table(file).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"task.path = {str(file)!r} can't be read: {error}.") from error
+        raise ValueError(
+            f"task.path = {str(file)!r} can't be read ({first_line(error)}): copy or write it "
+            "again."
+        ) from error
 
 
 class NotFetchedError(ValueError):
@@ -140,7 +196,7 @@ class HubDataset:
         except failures as error:
             raise NotFetchedError(
                 f"The data set {self.repository} could not be fetched from the hub "
-                f"({_first_line(error)})"
+                f"({first_line(error)})"
             ) from error
 
     def _refuse_pattern(self, pattern: str) -> list[str]:
@@ -157,7 +213,3 @@ def _is_complete(names: list[str]) -> bool:
     """Whether all shards are present, by their names: a download may have been interrupted."""
     numbers = [int(shard.group(1)) for name in names if (shard := _SHARD.search(name))]
     return all(number == len(names) for number in numbers)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(".")

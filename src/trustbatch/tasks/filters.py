@@ -1,15 +1,16 @@
-"""Leaving out problems: those of an evaluation, those of other data, and prompts that are too long.
+"""Leaving out problems: those of an evaluation, those of other data, and bad prompts.
 
 Leaving out evaluation problems keeps training data from contaminating the evaluation.
 """
 
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from trustbatch.errors import ConfigError
-from trustbatch.tasks.base import FilteredTask, Task
+from trustbatch.tasks.base import FilteredTask, ProblemSet, ReadsFiles, Task
 from trustbatch.tasks.data_files import is_data_file, read_rows
+from trustbatch.tasks.rows import BadRow, BadRows, PromptChecks, RowTask
 from trustbatch.types import Prompt
 
 PROBLEM_FIELDS = ("problem", "question", "prompt")
@@ -35,19 +36,32 @@ def normalized_words(text: str) -> str:
     return " ".join(_WORD.findall(plain))
 
 
-def fit_task(
-    task: Task,
-    encode: Callable[[Prompt], Sequence[int]],
-    *,
-    say: Callable[[str], None] | None = None,
-) -> Task:
-    """Return a task without prompts of more tokens than it allows."""
-    if not isinstance(task, FilteredTask):
-        return task
+def fit_task(task: Task, checks: PromptChecks) -> Task:
+    """Return a finite task whose prompts have all been checked; bad ones are refused or left out.
+
+    An endless task is returned as it is.
+    """
     try:
-        return task.fitted(lambda prompt: len(encode(prompt)), say or (lambda _: None))
+        if isinstance(task, FilteredTask):
+            return task.fitted(checks)
+        if isinstance(task, ProblemSet):
+            refuse_bad(task.problems, checks, task)
     except ValueError as error:
         raise ConfigError(f"[task] can't be used: {error}") from error
+    return task
+
+
+def refuse_bad(problems: Sequence[Prompt], checks: PromptChecks, task: Task) -> None:
+    """Refuse problems of which one is bad; raises ValueError."""
+    needs_answer = checks.needs_answers or getattr(task, "needs_answer", False)
+    bad = BadRows()
+    for problem, num_tokens in checks.counted(problems, task.name):
+        try:
+            checks.check(problem, num_tokens, needs_answer=needs_answer)
+        except BadRow as reason:
+            row = task.row_of(problem) if isinstance(task, RowTask) else None
+            bad.add(row.where if row else f"problem {problem.id!r} of {task.name}", reason)
+    bad.refuse(has_good=False)  # only the task can leave out a row
 
 
 def without_overlap(task: Task, others: Sequence[Task]) -> Task:
@@ -61,10 +75,11 @@ def without_overlap(task: Task, others: Sequence[Task]) -> Task:
     return task
 
 
-def statements_of(source: str, *, seed: int) -> Collection[str]:
-    """Return the problems of a data file, or of a task by name."""
+def excluded(source: str, *, seed: int) -> tuple[Collection[str], Mapping[str, str]]:
+    """Return the problems of a data file or of a task by name, and the files that they are in."""
     if is_data_file(source):
-        return [_statement(source, number, row) for number, row in enumerate(read_rows(source))]
+        rows = enumerate(read_rows(source))
+        return [_statement(source, number, row) for number, row in rows], {source: source}
     from trustbatch.tasks import build_task  # which imports this module
 
     task = build_task(source, seed=seed)
@@ -72,7 +87,7 @@ def statements_of(source: str, *, seed: int) -> Collection[str]:
         raise ValueError(
             f"task.exclude has {source!r}, which is an endless task: name files or data sets."
         )
-    return task.statements()
+    return task.statements(), task.files if isinstance(task, ReadsFiles) else {}
 
 
 def _statement(source: str, number: int, row: dict[str, object]) -> str:

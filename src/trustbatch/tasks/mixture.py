@@ -11,11 +11,13 @@ from typing import Any, Self
 from trustbatch.tasks.base import (
     FilteredTask,
     LearningTask,
+    ReadsFiles,
     Task,
     grade_completion,
     is_environment,
     reply_to,
 )
+from trustbatch.tasks.rows import PromptChecks, RowOrigin, RowTask
 from trustbatch.types import Prompt, RolloutGroup, Turn
 
 MAX_PATTERN_LENGTH = 100_000
@@ -92,9 +94,34 @@ class Mixture:
         """Return the mixture without these problems."""
         return self._changed(lambda task: task.without(statements, where))
 
-    def fitted(self, num_tokens: Callable[[Prompt], int], say: Callable[[str], None]) -> Self:
-        """Return the mixture without prompts that have more tokens than their part allows."""
-        return self._changed(lambda task: task.fitted(num_tokens, say))
+    def fitted(self, checks: PromptChecks) -> Self:
+        """Return the mixture without prompts that their part does not allow."""
+        return self._changed(lambda task: task.fitted(checks))
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The files that the parts have read."""
+        tasks = [part.task for part in self.tasks.values()]
+        return {
+            name: path
+            for task in tasks
+            if isinstance(task, ReadsFiles)
+            for name, path in task.files.items()
+        }
+
+    @property
+    def seats(self) -> Sequence[Prompt]:
+        """The problems of all parts that have an end."""
+        tasks = [part.task for part in self.tasks.values()]
+        return [seat for task in tasks if isinstance(task, RowTask) for seat in task.seats]
+
+    def row_of(self, prompt: Prompt) -> RowOrigin | None:
+        """Return where a prompt comes from, if its part knows."""
+        if prompt.task not in self.tasks:
+            return None
+        task, number = self.tasks[prompt.task].task, list(self.tasks).index(prompt.task)
+        row = task.row_of(self._original(prompt)) if isinstance(task, RowTask) else None
+        return row and replace(row, key=f"task.parts.{number}.leave_out")
 
     def describe(self) -> str:
         """Return one line with each part's share and problems."""

@@ -5,19 +5,36 @@ names, and `grade` if the answers are not math.
 """
 
 import copy
+import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
-from trustbatch.errors import did_you_mean
+from trustbatch.errors import did_you_mean, first_line
 from trustbatch.math_grading.grade import grade_math
 from trustbatch.tasks.data_files import HubDataset, read_rows
-from trustbatch.tasks.filters import normalized_words, statements_of
+from trustbatch.tasks.filters import excluded, normalized_words
+from trustbatch.tasks.rows import (
+    LEAVE_OUT,
+    STOP,
+    BadRow,
+    BadRows,
+    PromptChecks,
+    RowOrigin,
+    check_details,
+    check_text,
+    row_id,
+    text_of,
+)
 from trustbatch.types import Prompt
 
-PROMPTS_PER_PROGRESS_LINE = 5000
+Value = TypeVar("Value")
+NAMED = "named in task.leave_out"
+"""why a row is left out"""
+DATA = ("problems", "seats", "_statements", "_places")
+"""what a task does not need for grading"""
 TEMPLATES = {
     "plain": "{problem}",
     "boxed": (
@@ -50,47 +67,98 @@ class ProblemTask:
     difficulty_field: str = "difficulty"
     max_prompt_tokens: int | None = None
     exclude: tuple[str, ...] = ()
+    bad_rows: str = STOP
+    leave_out: tuple[str, ...] = ()
     problems: list[Prompt] = field(init=False, repr=False, compare=False)
+    seats: list[Prompt] = field(init=False, repr=False, compare=False)
+    """the problems with those of `leave_out`, so that the order of the others stays the same"""
     left_out: dict[str, int] = field(init=False, repr=False, compare=False)
     """number of problems by the reason for leaving them out"""
+    files: dict[str, str] = field(init=False, repr=False, compare=False)
+    """paths of the files that were read, by name"""
     _statements: dict[str, str] = field(init=False, repr=False, compare=False)
     """problems as they are in the data, by id"""
+    _places: dict[str, str] = field(init=False, repr=False, compare=False)
+    """places in the data, by id"""
+    _bad: BadRows = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._refuse_wrong_options()
-        template = find_template(self.template or self.default_template)
-        problems: dict[str, Prompt] = {}
-        statements: dict[str, str] = {}
-        left_out: dict[str, int] = {}
-        seen: set[tuple[str, str]] = set()
-        for number, row in enumerate(map(self.standard_row, self.rows())):
-            statement, answer = self._read(number, row)
-            reason = self._reason_against(row, statement, answer, seen)
-            if reason is not None:
-                left_out[reason] = left_out.get(reason, 0) + 1
-                continue
-            key = str(number if row.get("id") is None else row["id"])
-            if key in problems:  # prompts with equal ids would get the same random numbers
-                key = f"{key}@{number}"
-            statements[key] = statement
-            problems[key] = Prompt(
-                id=key,
-                text=template.replace("{problem}", statement),
-                answer=answer,
-                task=self.name,
-                details=self.details(row),
-                system=self.system,
-                chat={} if self.thinking is None else {"enable_thinking": self.thinking},
-            )
-        self._set(problems=list(problems.values()), left_out=left_out, _statements=statements)
+        self._set(seats=[], left_out={}, files={}, _statements={}, _places={}, _bad=BadRows())
+        self._read_rows(find_template(self.template or self.default_template))
+        self._set(problems=self._without_named(self.seats))
+        if self.leave_out:
+            num_named = len(self.seats) - len(self.problems)
+            self.left_out[NAMED] = self.left_out.get(NAMED, 0) + num_named
+        if self.bad_rows == STOP:
+            self._bad.refuse(has_good=bool(self.seats))
+        self.left_out.update(self._bad.left_out)
         self._refuse_empty()
         for source in self.exclude:
-            rest = self.without(statements_of(source, seed=self.seed), source.rpartition("/")[2])
-            self._set(problems=rest.problems, left_out=rest.left_out)
+            statements, files = excluded(source, seed=self.seed)
+            rest = self.without(statements, source.rpartition("/")[2])
+            self._set(seats=rest.seats, problems=rest.problems, left_out=rest.left_out)
+            self.files.update(files)
+
+    def _read_rows(self, template: str) -> None:
+        """Fill the seats; bad rows and those that a filter leaves out are counted."""
+        seen: set[tuple[str, str]] = set()
+        unknown = set(self.leave_out)
+        for number, row in enumerate(self.rows()):
+            where = getattr(row, "where", f"row {number + 1} of {self.path or self.name!r}")
+            key = row_id(row, number)
+            try:
+                standard = _read_with(self.standard_row, row)
+                key = row_id(standard, number)
+                unknown.discard(key)
+                if key in self._places:  # equal ids would get the same random numbers
+                    key = f"{key}@{number}"
+                statement, problem = self._problem(key, standard, template)
+                reason = self._reason_against(standard, statement, problem.answer, seen)
+            except BadRow as bad:
+                if key in self.leave_out:
+                    unknown.discard(key)
+                    self.left_out[NAMED] = self.left_out.get(NAMED, 0) + 1
+                else:
+                    self._bad.add(where, bad)
+                continue
+            unknown.discard(key)
+            if reason is not None:
+                self.left_out[reason] = self.left_out.get(reason, 0) + 1
+                continue
+            self._statements[key], self._places[key] = statement, where
+            self.seats.append(problem)
+        for key in sorted(unknown):
+            raise ValueError(
+                f"task.leave_out has {key!r}, which is the id of no row of "
+                f"{self.path or self.name}{did_you_mean(key, self._places)}: remove it, or write "
+                "the id as it is in the data, or else the number of the row from 0."
+            )
+
+    def _problem(self, key: str, row: Mapping[str, Any], template: str) -> tuple[str, Prompt]:
+        """Return the problem as it is in a row, and its prompt; raises BadRow."""
+        keys = "task.problem_field or task.answer_field"
+        statement = text_of(row, self.problem_field, keys=keys)
+        answer = text_of(row, self.answer_field, keys=keys)
+        for what, text in (("problem", statement), ("answer", answer), ("id", key)):
+            check_text(what, text)
+        if not statement.strip():
+            raise BadRow("has an empty problem")
+        details = _read_with(self.details, row)
+        check_details(details)
+        return statement, Prompt(
+            id=key,
+            text=template.replace("{problem}", statement),
+            answer=answer,
+            task=self.name,
+            details=details,
+            system=self.system,
+            chat={} if self.thinking is None else {"enable_thinking": self.thinking},
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the problems: a task sent to another process only grades there."""
-        return {k: v for k, v in vars(self).items() if k not in ("problems", "_statements")}
+        return {name: value for name, value in vars(self).items() if name not in DATA}
 
     def __copy__(self) -> Self:
         twin = object.__new__(type(self))
@@ -107,7 +175,8 @@ class ProblemTask:
                 raise ValueError(
                     "task.split selects a split on the hub: remove it, or remove task.path."
                 )
-            return read_rows(self.path)
+            self.files[self.path] = self.path
+            return read_rows(self.path, self._bad)
         if self.hub is None:
             raise ValueError(f"The task {self.name} needs task.path, a .jsonl or .parquet file.")
         split = self.split or self.hub.splits[0]
@@ -116,7 +185,11 @@ class ProblemTask:
                 f"The task {self.name} has no split {split!r}: set task.split to "
                 f"{' or '.join(self.hub.splits)}."
             )
-        return (row for file in self.hub.fetch(split) for row in read_rows(file))
+        files = self.hub.fetch(split)
+        self.files.update(
+            {f"{self.hub.repository}/{file.rpartition('/')[2]}": file for file in files}
+        )
+        return (row for file in files for row in read_rows(file, self._bad))
 
     def standard_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the row with the fields `problem` and `answer`."""
@@ -139,12 +212,33 @@ class ProblemTask:
             thinking=bool(self.thinking),
         )
 
+    @property
+    def needs_answer(self) -> bool:
+        """Whether the grader compares with the answer: this class's does."""
+        return type(self).grade is ProblemTask.grade
+
     def prompt(self, index: int) -> Prompt:
-        """Return the index-th prompt of the endless stream; the order differs per epoch."""
-        epoch, position = divmod(index, len(self.problems))
-        order = _epoch_order(self.seed, epoch, len(self.problems), self.shuffle)
-        problem = self.problems[order[position]]
-        return replace(problem, id=f"{problem.id}#{epoch}")
+        """Return the index-th prompt of the endless stream; the order differs per epoch.
+
+        A problem of `leave_out` keeps its seat in the order, and another one takes it: so the
+        prompts of all other indices are what they were.
+        """
+        epoch, position = divmod(index, len(self.seats))
+        seat = _epoch_order(self.seed, epoch, len(self.seats), self.shuffle)[position]
+        problem = self.seats[seat]
+        if problem.id not in self.leave_out:
+            return replace(problem, id=f"{problem.id}#{epoch}")
+        rng = random.Random(f"{self.seed}:{epoch}:{seat}:left out")
+        while problem.id in self.leave_out:
+            problem = rng.choice(self.seats)
+        return replace(problem, id=f"{problem.id}#{epoch}.{seat}")
+
+    def row_of(self, prompt: Prompt) -> RowOrigin | None:
+        """Return where a prompt comes from."""
+        key = prompt.id if prompt.id in self._places else prompt.id.rpartition("#")[0]
+        if key not in self._places:
+            return None
+        return RowOrigin(self._places[key], key, self.leave_out)
 
     def statements(self) -> Collection[str]:
         """Return the problems as they are in the data, without the template."""
@@ -156,23 +250,37 @@ class ProblemTask:
         return self._keep(
             [
                 problem
-                for problem in self.problems
+                for problem in self.seats
                 if normalized_words(self._statements[problem.id]) not in unwanted
             ],
             f"also in {where}",
         )
 
-    def fitted(self, num_tokens: Callable[[Prompt], int], say: Callable[[str], None]) -> Self:
-        """Return the task without prompts of more than `max_prompt_tokens` tokens."""
-        if self.max_prompt_tokens is None:
-            return self
-        kept = []
-        for number, problem in enumerate(self.problems, start=1):
-            if num_tokens(problem) <= self.max_prompt_tokens:
-                kept.append(problem)
-            if number % PROMPTS_PER_PROGRESS_LINE == 0:
-                say(f"{self.name}: tokenized {number:,} of {len(self.problems):,} prompts")
-        return self._keep(kept, f"longer than {self.max_prompt_tokens} tokens")
+    def fitted(self, checks: PromptChecks) -> Self:
+        """Return the task without prompts that are too long or bad; see `bad_rows`."""
+        needs_answer = checks.needs_answers or (checks.task_grades and self.needs_answer)
+        limit = math.inf if self.max_prompt_tokens is None else self.max_prompt_tokens
+        short: list[Prompt] = []
+        good: list[Prompt] = []
+        bad = BadRows()
+        for problem, num_tokens in checks.counted(self.seats, self.name):
+            if isinstance(num_tokens, int) and num_tokens > limit:
+                continue
+            short.append(problem)
+            try:
+                if problem.id not in self.leave_out:
+                    checks.check(problem, num_tokens, needs_answer=needs_answer)
+                good.append(problem)
+            except BadRow as reason:
+                bad.add(self._places[problem.id], reason)
+        if self.bad_rows == STOP:
+            bad.refuse(has_good=bool(good))
+        rest = self
+        if self.max_prompt_tokens is not None:
+            rest = rest._keep(short, f"longer than {self.max_prompt_tokens} tokens")
+        for reason in bad.left_out:
+            rest = rest._keep(good, reason)
+        return rest
 
     def describe(self) -> str:
         """Return one line with the number of problems, and of those left out by reason."""
@@ -185,14 +293,19 @@ class ProblemTask:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def _keep(self, problems: list[Prompt], reason: str) -> Self:
+    def _keep(self, seats: list[Prompt], reason: str) -> Self:
+        problems = self._without_named(seats)
         num_less = len(self.problems) - len(problems)
         # also report filters that left out nothing: it shows that they were applied
         left_out = self.left_out | {reason: self.left_out.get(reason, 0) + num_less}
         rest = copy.copy(self)
-        rest._set(problems=problems, left_out=left_out)
+        rest._set(seats=seats, problems=problems, left_out=left_out)
         rest._refuse_empty()
         return rest
+
+    def _without_named(self, seats: list[Prompt]) -> list[Prompt]:
+        named = set(self.leave_out)
+        return [problem for problem in seats if problem.id not in named]
 
     def _reason_against(
         self, row: Mapping[str, Any], statement: str, answer: str, seen: set[tuple[str, str]]
@@ -201,7 +314,7 @@ class ProblemTask:
         if self.difficulty is not None:
             low, high = self.difficulty
             measured = row.get(self.difficulty_field)
-            if not isinstance(measured, int | float):
+            if not isinstance(measured, int | float) or math.isnan(measured):
                 return f"without {self.difficulty_field}"
             if not low < measured < high:
                 return f"not of {self.difficulty_field} between {low:g} and {high:g}"
@@ -226,6 +339,10 @@ class ProblemTask:
     def _refuse_wrong_options(self) -> None:
         if isinstance(self.exclude, str):
             raise ValueError(f"task.exclude must be a list: write [{self.exclude!r}].")
+        if self.bad_rows not in (STOP, LEAVE_OUT):
+            raise ValueError(
+                f"task.bad_rows = {self.bad_rows!r} must be {STOP!r} or {LEAVE_OUT!r}."
+            )
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ValueError("task.max_prompt_tokens must be at least 1.")
         if self.difficulty is None:
@@ -240,18 +357,15 @@ class ProblemTask:
                 "first."
             )
 
-    def _read(self, number: int, row: Mapping[str, Any]) -> tuple[str, str]:
-        """Return problem and answer of a row."""
-        where = f"Row {number + 1} of {self.path or self.name!r}"
-        for key in (self.problem_field, self.answer_field):
-            if key not in row:
-                raise ValueError(
-                    f"{where} has no field {key!r}: it has {', '.join(row)}; set "
-                    "task.problem_field or task.answer_field."
-                )
-            if isinstance(row[key], bool) or not isinstance(row[key], str | int | float):
-                raise ValueError(f"{where} has {key!r} = {row[key]!r}: give text or a number.")
-        return str(row[self.problem_field]), str(row[self.answer_field])
+
+def _read_with(read: Callable[[Mapping[str, Any]], Value], row: Mapping[str, Any]) -> Value:
+    """Call a method that a user may have overridden; raises BadRow."""
+    try:
+        return read(row)
+    except BadRow:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise BadRow(f"can't be read ({type(error).__name__}: {first_line(error)})") from error
 
 
 @lru_cache(maxsize=64)

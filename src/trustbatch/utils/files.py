@@ -1,6 +1,9 @@
-"""Writing files so that a kill leaves no partial content, and locking folders between processes."""
+"""Files: written so that a kill leaves no partial content, hashed, and folders that are locked."""
 
+import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -15,11 +18,60 @@ _UMASK = os.umask(0o077)  # it can be read only by setting it: here, before ther
 os.umask(_UMASK)
 
 
-def write_atomically(file: Path, text: str) -> None:
+def write_atomically(file: Path, content: str | bytes) -> None:
     """Replace a file in one operation: a kill leaves the old content or the new, never a part."""
     partial = file.with_name(f".{file.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    try:
+        with naming(file):
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
+            partial.replace(file)
+    except OSError:
+        partial.unlink(missing_ok=True)  # on a full disk its space is needed
+        raise
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Name the file in the errors of writing it, which know none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(file)
+        raise
+
+
+class AppendedFile:
+    """A file to which bytes are appended without a buffer.
+
+    So a full disk raises its error where it is written to, and not once more when it is closed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, content: bytes) -> None:
+        """Append all of it."""
+        rest = memoryview(content)
+        with naming(self._path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
+
+    def sync(self) -> None:
+        """Wait until all of it is on the disk."""
+        with naming(self._path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close it."""
+        self._file.close()
+
+
+def digest_of(file: Path) -> str:
+    """Return the SHA-256 of a file's content, which is read piece by piece."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def apply_umask(path: Path) -> None:

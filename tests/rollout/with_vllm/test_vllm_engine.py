@@ -94,7 +94,7 @@ def engine(long_folder: Path) -> Iterator[VllmEngine]:
 
 @pytest.fixture(scope="module")
 def server(long_folder: Path) -> Iterator[VllmEngine]:
-    """vLLM in a process of its own, which reports raw log-probs."""
+    """vLLM in a process of its own, which reports raw log-probs; its log is kept after errors."""
     engine = VllmEngine(load(long_folder), VllmConfig(**SMALL), seed=7, logprob_mode="raw")
     yield engine
     engine.close()
@@ -401,17 +401,24 @@ def test_a_server_ends_with_the_core_that_computes_for_it(
         sleep=False,
         trust_remote_code=False,
     )
-    client = VllmClient(settings, devices=None, start_seconds=300.0, update_seconds=60.0)
+    logs = tmp_path / "run"
+    client = VllmClient(
+        settings, devices=None, log_folder=logs, start_seconds=300.0, update_seconds=60.0
+    )
     group = client.pid
     (core,) = multiprocessing_children(group)
     threading.Timer(1.0, os.kill, (core, signal.SIGKILL)).start()
     sampling = SamplingParams(max_tokens=500, stop_token_ids=(), logprob_mode="raw")
     request = SampleRequest(token_ids=(1, 2, 3), seed=0, sampling=sampling)
     start = time.monotonic()
-    with pytest.raises(DeadEngineError, match="sample 512 completions"):
+    with pytest.raises(DeadEngineError, match="sample 512 completions") as died:
         client.generate([request] * 512, 60.0)
     assert 0.9 < time.monotonic() - start < 20
     wait_until_gone(group)
+    client.close()
+    (log,) = logs.iterdir()
+    assert f"log in {log}" in str(died.value)
+    assert log.stat().st_mode & 0o777 == 0o600
 
 
 def multiprocessing_children(parent: int) -> list[int]:

@@ -37,11 +37,16 @@ class VllmClient:
         settings: HostSettings,
         *,
         devices: str | None,
+        log_folder: Path | None,
         start_seconds: float,
         update_seconds: float,
     ) -> None:
         self._update_seconds = update_seconds
-        self._log = Path(settings.folder) / "vllm.log"
+        self._log = Path(settings.folder) / "vllm.log"  # removed with the folder
+        self._is_log_kept = log_folder is not None
+        if log_folder is not None:
+            log_folder.mkdir(parents=True, exist_ok=True)
+            self._log = _new_log(log_folder)
         near, far = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             # a process that stops in the middle of a message must not block this one
@@ -114,8 +119,10 @@ class VllmClient:
         self._call("wake", awaited="to wake up", seconds=self._update_seconds)
 
     def close(self) -> None:
-        """Let vLLM exit, then kill the rest of its process group."""
-        self._end()
+        """Let vLLM exit, then kill the rest of its process group; its log is of no use any more."""
+        if self._end.alive:
+            self._end()
+            self._log.unlink(missing_ok=True)
 
     def _call(
         self, method: str, *values: Any, awaited: str, seconds: float, key: str = "update"
@@ -158,11 +165,20 @@ class VllmClient:
         """Kill the process, keep its log, and return an error that quotes the end of the log."""
         kill_group(self.pid)
         self._end()
-        kept = Path(tempfile.gettempdir()) / f"trustbatch-vllm-{self.pid}.log"
-        shutil.copyfile(self._log, kept)
+        kept = self._log
+        if not self._is_log_kept:
+            kept = _new_log(Path(tempfile.gettempdir()))
+            shutil.copyfile(self._log, kept)
         lines = kept.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
         quoted = " / ".join(line.strip() for line in lines)
         return kind(f"{sentence} (log in {kept}{', ends with: ' if quoted else ''}{quoted}).")
+
+
+def _new_log(folder: Path) -> Path:
+    """Make a file that only this user can read, under a name that nobody can know before."""
+    descriptor, name = tempfile.mkstemp(prefix="vllm-", suffix=".log", dir=folder)
+    os.close(descriptor)
+    return Path(name)
 
 
 def _of_torchrun(key: str) -> bool:

@@ -9,6 +9,7 @@ import copy
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -50,11 +51,13 @@ class VllmEngine:
         anchor_temperature: float | None = None,
         trust_remote_code: bool = False,
         device: torch.device | None = None,
+        log_folder: Path | None = None,
     ) -> None:
         """Start vLLM, with the weights of the policy.
 
         With an `anchor_temperature` it can record the policy's log-probs at that temperature beside
         those of the sampling distribution. `device` is where vLLM computes (default: the policy's).
+        The log of its process is in `log_folder` until it ends in order, or stays there.
         """
         INFO.require()
         self.policy = policy
@@ -66,6 +69,7 @@ class VllmEngine:
         self.logprob_mode = logprob_mode
         self.anchor_temperature = anchor_temperature
         self.trust_remote_code = trust_remote_code
+        self._log_folder = log_folder
         self.max_model_len = min(
             config.max_model_len or policy.context_length, policy.context_length
         )
@@ -163,6 +167,7 @@ class VllmEngine:
             return VllmClient(
                 settings,
                 devices=config.devices,
+                log_folder=self._log_folder,
                 start_seconds=config.start_seconds,
                 update_seconds=config.update_seconds,
             )

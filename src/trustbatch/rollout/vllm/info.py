@@ -37,6 +37,7 @@ class VllmInfo(EngineInfo):
             anchor_temperature=settings.anchor_temperature,
             trust_remote_code=settings.trust_remote_code,
             device=settings.device,
+            log_folder=settings.log_folder,
         )
 
     def require(self) -> None:
