@@ -21,12 +21,13 @@ from trustbatch.advantages import group_centered
 from trustbatch.batching.sequences import to_sequences
 from trustbatch.errors import ConfigError, RewardError
 from trustbatch.loops.generate import is_unequal
+from trustbatch.observe.completion_log import readable_record
 from trustbatch.observe.report import write_report
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.rewards import Scorer, rewards_of
 from trustbatch.rewards.config import RewardConfig
-from trustbatch.rollout.records import group_from_record, group_to_record, readable_record
+from trustbatch.rollout.records import group_from_record, group_to_record
 from trustbatch.tasks.arithmetic import Arithmetic
 from trustbatch.types import FinishReason, Grade, GradeStatus, Prompt, RolloutGroup
 

@@ -25,12 +25,12 @@ from trustbatch.config import parse_config
 from trustbatch.errors import CanaryError, ConfigError, EngineError
 from trustbatch.loops.producer import refuse_too_old
 from trustbatch.models.policy import Policy
+from trustbatch.observe.completion_log import readable_record
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.rollout.episodes import Episode, Reply
 from trustbatch.rollout.native import engine as native_engine
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.rollout.records import readable_record
 from trustbatch.rollout.sampling import sample_key, sampling_logprobs, uniforms
 from trustbatch.training.canary import CanaryRecorder
 from trustbatch.training.lag_metrics import (
