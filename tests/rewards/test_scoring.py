@@ -14,6 +14,7 @@ import pytest
 from test_reward_terms import lengths, serving
 from tests.support.own_task import Sized, Unreliable
 from tests.support.pool_graders import Odd
+from tests.support.rollout_files import read_rollouts, rollout_file, rollout_text
 from tests.support.train_sequences import make_completion
 
 import trustbatch
@@ -426,8 +427,8 @@ def test_a_run_continues_without_ungraded_completions(tiny_folder: Path, tmp_pat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         write_report([result.folder], tmp_path / "report.html")
-    for file in (result.folder / "rollouts").glob("*.jsonl"):
-        for line in file.read_text().splitlines():
+    for file in (result.folder / "rollouts").iterdir():
+        for line in rollout_text(file).splitlines():
             row = json.loads(line, parse_constant=pytest.fail)
             assert (row["reward"] is None) == ("ungraded" in row)
 
@@ -449,8 +450,7 @@ def test_a_run_continues_without_truncated_completions(tiny_folder: Path, tmp_pa
         assert 0 < num_cut < 32
         assert metrics["response/truncated_fraction"] == num_cut / 32
         assert metrics["steps/skipped"] == 0.0
-        file = result.folder / "rollouts" / f"step-{metrics['step']:06.0f}.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = read_rollouts(rollout_file(result.folder, int(metrics["step"])))
         done = [row for row in rows if row["finish_reason"] != "length"]
         assert len(rows) - len(done) == num_cut
         assert metrics["tokens/count"] == sum(row["tokens"] for row in done)

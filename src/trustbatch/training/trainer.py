@@ -90,15 +90,7 @@ class Trainer:
             self.num_optimizer_steps += num_skipped
             return {"steps/skipped": float(num_skipped)}
         steps: list[Metrics] = []
-        observer = TokenObserver(
-            observation or Observation(),
-            self.objective,
-            sequences,
-            policy=self.policy.name,
-            version=version,
-            temperature=self.policy_temperature,
-        )
-        self._note_initial(sequences, observer)
+        observer = self._observer(sequences, version, observation)
         for pass_number in range(self.config.passes):
             seed = f"{self.seed}:{self.num_optimizer_steps}:{pass_number}"
             parts = [  # one per optimizer step
@@ -124,11 +116,27 @@ class Trainer:
             found |= batch.by_completion(logp.cpu())
         return {key: value for part in all_gather(found) for key, value in part.items()}
 
-    def _note_initial(self, sequences: Sequence[TrainSequence], observer: TokenObserver) -> None:
-        """Evaluate what is recorded before the first of several updates; the ledger does so too."""
-        recorded = [each for each in sequences if each.completion.key in observer.wanted.recorded]
+    def _observer(
+        self,
+        sequences: Sequence[TrainSequence],
+        version: int | None,
+        observation: Observation | None,
+    ) -> TokenObserver:
+        """Return what follows the tokens; knows those to be recorded as they are now."""
+        wanted = observation or Observation()
+        observer = TokenObserver(
+            wanted,
+            self.objective,
+            sequences,
+            policy=self.policy.name,
+            version=version,
+            temperature=self.policy_temperature,
+        )
+        recorded = [each for each in sequences if each.completion.key in wanted.recorded]
+        # with one update their only step shows it, and for a ledger all tokens are evaluated
         if recorded and self.config.mini_batches > 1 and not observer.wants_initial:
             observer.keep_initial(self.logprobs(recorded))
+        return observer
 
     def _micro_batches(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
         """Return this rank's part of the forward passes over some sequences."""
