@@ -1,13 +1,15 @@
 """[run]: where results go."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trustbatch.utils.tables import Changeable, Table
 
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class RunConfig(Table):
@@ -24,8 +26,18 @@ class RunConfig(Table):
     rollouts_logged: Changeable[int] = Field(default=16, ge=0)
     """completions in each sample"""
 
+    trackers: Changeable[tuple[TrackerName, ...]] = ("tensorboard",)
+    """where metrics and completions are sent, beside the files of the run folder"""
+
     accept_changes: Changeable[tuple[Fingerprint, ...]] = ()
     """fingerprints of edited files with which the run may be resumed"""
+
+    @field_validator("trackers")
+    @classmethod
+    def _refuse_duplicates(cls, names: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]!r} is there twice: name each tracker once.")
+        return names
 
     @property
     def path(self) -> Path:

@@ -165,6 +165,11 @@ class StatusFile:
                 )
                 self._writer.start()
 
+    @property
+    def state(self) -> RunState:
+        """How the run is, or has ended; one without a status has failed at its start."""
+        return self._record.state if self._record else "failed"
+
     def close(self, state: RunState = "stopped", error: str = "") -> None:
         """Write how the run ended; later calls, and calls without any update, do nothing."""
         if self._writer is None:
