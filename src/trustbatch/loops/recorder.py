@@ -31,10 +31,10 @@ class Recorder:
         """Evaluate, write, save and show what is due; returns the metrics with the evaluation's."""
         session, config, step = self.session, self.session.config, self.session.state.step
         metrics = metrics | session.evaluation.after_step(step)
-        session.run.write_metrics(step, metrics)
         is_last = step == config.training.steps
         if step % config.run.rollouts_every == 0 or step == 1 or is_last:
             session.run.write_rollouts(step, batch.groups, advantages)
+        session.run.write_metrics(step, metrics)  # they close the step for the trackers
         # asked of rank 0 alone: ranks may be asked at different moments
         self.is_stopping = not is_last and self.source.broadcast(session.is_asked_to_stop())
         if step % config.run.checkpoint_every == 0 or is_last or self.is_stopping:

@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Full, Queue
@@ -70,8 +71,6 @@ class BackgroundTracker:
         self._tracker = tracker
         self._memories = memories
         self._memory = memories.of(name)
-        self._logged = -1
-        """the last step that was sent since this start"""
         self._calls: Queue[Callable[[], None] | None] = Queue(MAX_CALLS)
         self._thread = threading.Thread(
             target=self._work, args=(run, lines), name=f"tracker {name}", daemon=True
@@ -79,11 +78,11 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Have the metrics of a step sent, if the tracker does not have them already."""
+        """Have the metrics of a step sent, if the tracker does not have that step already."""
         self._add(lambda: self._log(step, metrics))
 
     def log_completions(self, step: int, rows: Sequence[Row]) -> None:
-        """Have completions sent, if those of this step were not sent before."""
+        """Have completions of a step sent; its metrics follow."""
         self._add(lambda: self._log_completions(step, rows))
 
     def finish(self, state: RunState, evaluation: Mapping[str, float]) -> None:
@@ -107,6 +106,9 @@ class BackgroundTracker:
 
     def _work(self, run: TrackedRun, lines: Sequence[Mapping[str, Any]]) -> None:
         try:
+            if self._tracker.takes_id and not self._memory.id:
+                self._memory.id = uuid.uuid4().hex
+                self._memories.store(self.name, self._memory)
             self._tracker.start(run, self._memory)
             self._memories.store(self.name, self._memory)
             for line in lines:
@@ -121,11 +123,11 @@ class BackgroundTracker:
         if step <= self._memory.last_step:
             return
         self._tracker.log(step, metrics)
-        self._memory.last_step = self._logged = step
+        self._memory.last_step = step
         self._memories.store(self.name, self._memory)
 
     def _log_completions(self, step: int, rows: Sequence[Row]) -> None:
-        if step == self._logged:
+        if step > self._memory.last_step:
             self._tracker.log_completions(step, rows)
 
 

@@ -59,6 +59,8 @@ class Tracker(Protocol):
 
     packages: ClassVar[tuple[str, ...]]
     """that must be importable; the extra of the tracker's name has them"""
+    takes_id: ClassVar[bool]
+    """whether it takes any id for a run: one is made, and remembered, before the start"""
 
     def start(self, run: TrackedRun, memory: Memory) -> None:
         """Open the run, or continue it if `memory` knows it; completes `memory`."""
@@ -69,7 +71,7 @@ class Tracker(Protocol):
         ...
 
     def log_completions(self, step: int, rows: Sequence[Row]) -> None:
-        """Send a table with the columns `COLUMNS`, after the metrics of its step."""
+        """Send a table with the columns `COLUMNS`, before the metrics of its step."""
         ...
 
     def finish(self, state: RunState, evaluation: Mapping[str, float]) -> None:

@@ -31,6 +31,7 @@ class MLflow:
     """A run of MLflow, whose id MLflow gives."""
 
     packages: ClassVar[tuple[str, ...]] = ("mlflow", "sqlalchemy", "alembic")
+    takes_id: ClassVar[bool] = False
 
     def start(self, run: TrackedRun, memory: Memory) -> None:
         """Open the run or continue it, with the configuration as parameters and as a file."""

@@ -34,6 +34,7 @@ class TensorBoard:
     """Each start writes a file, which replaces what earlier ones say of later steps."""
 
     packages: ClassVar[tuple[str, ...]] = ()
+    takes_id: ClassVar[bool] = False
 
     def start(self, run: TrackedRun, memory: Memory) -> None:
         """Open a file; TensorBoard leaves out what others hold of its first step and later."""

@@ -1,7 +1,6 @@
 """Trackio: the database of this machine, where `trackio show` finds it."""
 
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, ClassVar
@@ -18,11 +17,11 @@ class Trackio:
     """
 
     packages: ClassVar[tuple[str, ...]] = ("trackio",)
+    takes_id: ClassVar[bool] = True
 
     def start(self, run: TrackedRun, memory: Memory) -> None:
         """Choose the run's id; the first values bring the configuration."""
         trackio: Any = import_module("trackio")
-        memory.id = memory.id or uuid.uuid4().hex
         self._table = trackio.Table
         self._storage = trackio.sqlite_storage.SQLiteStorage
         self._project = os.environ.get("TRACKIO_PROJECT", PROJECT)

@@ -1,7 +1,6 @@
 """Weights & Biases: online where there is a login, otherwise offline in the run folder."""
 
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, ClassVar
@@ -11,18 +10,20 @@ from trustbatch.observe.trackers.base import COLUMNS, PROJECT, Memory, Row, Trac
 
 UPLOAD_SECONDS = 20.0
 """at the end of a run; what is left is on the disk, for `wandb sync`"""
+FLUSH_SECONDS = 0.1
+"""between writes to the disk: what is lost when a run is killed"""
 
 
 class WeightsAndBiases:
     """A run of wandb. A resumed run has the same id."""
 
     packages: ClassVar[tuple[str, ...]] = ("wandb",)
+    takes_id: ClassVar[bool] = True
 
     def start(self, run: TrackedRun, memory: Memory) -> None:
         """Open or resume the run, without anything that wandb would collect by itself."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = import_module("wandb")
-        memory.id = memory.id or uuid.uuid4().hex[:16]
         self._table = wandb.Table
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -47,21 +48,20 @@ class WeightsAndBiases:
                 x_disable_meta=True,
                 x_disable_stats=True,
                 x_save_requirements=False,
-                # a killed run loses at most this
-                x_transaction_log_flush_interval=1.0,
+                x_transaction_log_flush_interval=FLUSH_SECONDS,
             ),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics; wandb adds to a step until the next one begins."""
-        self._run.log(dict(metrics), step=step)
+        """Log the metrics and close the step: what is open is lost when the run is killed."""
+        self._run.log(dict(metrics), step=step, commit=True)
 
     def log_completions(self, step: int, rows: Sequence[Row]) -> None:
-        """Log a table; strings in it are shown as they are."""
+        """Log a table, whose strings are shown as they are; the step stays open."""
         table = self._table(
             columns=list(COLUMNS), data=[*rows], allow_mixed_types=True, log_mode="IMMUTABLE"
         )
-        self._run.log({"completions": table}, step=step)
+        self._run.log({"completions": table}, step=step, commit=False)
 
     def finish(self, state: RunState, evaluation: Mapping[str, float]) -> None:
         """Put the last evaluation into the summary, and end the run."""
