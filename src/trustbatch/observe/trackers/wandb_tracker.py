@@ -10,6 +10,7 @@ from trustbatch.observe.trackers.base import COLUMNS, PROJECT, Memory, Row, Trac
 
 UPLOAD_SECONDS = 20.0
 """at the end of a run; what is left is on the disk, for `wandb sync`"""
+CONNECT_SECONDS = 20.0
 FLUSH_SECONDS = 0.1
 """between writes to the disk: what is lost when a run is killed"""
 
@@ -42,6 +43,7 @@ class WeightsAndBiases:
                 disable_git=True,
                 finish_timeout=UPLOAD_SECONDS,
                 finish_timeout_raises=True,
+                init_timeout=CONNECT_SECONDS,
                 save_code=False,
                 silent=True,
                 x_disable_machine_info=True,
