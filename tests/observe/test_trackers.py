@@ -26,6 +26,7 @@ from tests.support.tracker_readers import (
     read_tensorboard,
     read_trackio,
     read_wandb,
+    wandb_records,
 )
 
 import trustbatch
@@ -230,10 +231,14 @@ def test_a_tracker_that_is_added_gets_all_steps(tiny_folder: Path, tmp_path: Pat
     result = train_with(tiny_folder, tmp_path, INSTALLED, steps=4)
     for name in INSTALLED:
         check_steps(name, result.folder)
-    # nothing is left to train, and nothing is sent again
+    # nothing is left to train, and nothing is sent again but the last evaluation
     train_with(tiny_folder, tmp_path, INSTALLED, steps=4)
     for name in INSTALLED:
         check_steps(name, result.folder)
+    if "wandb" in INSTALLED:
+        newest = max((result.folder / "wandb").glob("offline-run-*/*.wandb"))
+        keys = {item.key for record in wandb_records(newest) for item in record.summary.update}
+        assert "eval/arithmetic/pass@1" in keys
 
 
 class Recorded:
@@ -359,6 +364,22 @@ def test_calls_come_in_order_with_bounded_plain_text(
     assert row["completion"] == HOSTILE.replace("\ud800", "?")
     assert row["prompt"] == "p" * 90 + " [1,000 characters more]"
     assert (row["step"], row["reward"], row["answer"]) == (2, None, None)
+
+
+def test_an_id_is_remembered_before_it_is_used(
+    tmp_path: Path, recorded: type[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run which is killed at its start leaves no other run behind."""
+    monkeypatch.setattr(recorded, "takes_id", True)
+    found: list[dict[str, Any]] = []
+    file = tmp_path / "trackers.json"
+    monkeypatch.setattr(
+        recorded, "trouble", ("start", lambda: found.append(json.loads(file.read_text())))
+    )
+    for _ in range(2):
+        Trackers(("trackio",), tracked(tmp_path), []).finish("finished")
+    assert found[0] == found[1]
+    assert len(found[0]["trackio"]["id"]) == 32
 
 
 def test_a_broken_memory_is_said_and_begins_anew(
