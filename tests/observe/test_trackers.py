@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -364,6 +365,20 @@ def test_calls_come_in_order_with_bounded_plain_text(
     assert row["completion"] == HOSTILE.replace("\ud800", "?")
     assert row["prompt"] == "p" * 90 + " [1,000 characters more]"
     assert (row["step"], row["reward"], row["answer"]) == (2, None, None)
+
+
+def test_tensorboard_shows_a_model_s_text_as_it_is(tmp_path: Path) -> None:
+    from tensorboard.plugins.text.text_plugin import text_array_to_html
+
+    running = Trackers(("tensorboard",), tracked(tmp_path), [])
+    running.log_completions(1, [{"completion": HOSTILE}])
+    running.log(1, {"a": 1.0})
+    running.finish("finished")
+    _, shown = read_tensorboard(tmp_path)
+    page = text_array_to_html(np.array(shown["completions"][1], dtype=object), True)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; ![x](http://x.invalid/a.png) ? 中" in page
+    assert "# no heading" in page
+    assert not {"<script", "<img", "<h1"} & {*re.findall(r"<\w+", page)}
 
 
 def test_an_id_is_remembered_before_it_is_used(
