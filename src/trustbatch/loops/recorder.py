@@ -49,7 +49,6 @@ class Recorder:
         """Evaluate, write, save and show what is due; returns the metrics with the evaluation's."""
         session, config, step = self.session, self.session.config, self.session.state.step
         metrics = metrics | session.evaluation.after_step(step)
-        session.run.write_metrics(step, metrics)
         is_last = step == config.training.steps
         if config.run.logs_rollouts(step, config.training.steps):
             records = readable_records(
@@ -60,6 +59,7 @@ class Recorder:
                 tokenizer=session.policy.tokenizer,
             )
             session.run.write_rollouts(step, records)
+        session.run.write_metrics(step, metrics)  # they close the step for the trackers
         # asked of rank 0 alone: ranks may be asked at different moments
         self.is_stopping = not is_last and self.source.broadcast(session.is_asked_to_stop())
         if step % config.run.checkpoint_every == 0 or is_last or self.is_stopping:

@@ -1,13 +1,15 @@
 """[run]: where results go."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trustbatch.utils.tables import Changeable, Table
 
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class RunConfig(Table):
@@ -31,8 +33,18 @@ class RunConfig(Table):
     """steps between ledgers, which take a forward pass where several updates share a batch, and
     one more where rollouts lag; the first and the last step have one; 0: none"""
 
+    trackers: Changeable[tuple[TrackerName, ...]] = ("tensorboard",)
+    """where metrics and completions are sent, beside the files of the run folder"""
+
     accept_changes: Changeable[tuple[Fingerprint, ...]] = ()
     """fingerprints of edited files with which the run may be resumed"""
+
+    @field_validator("trackers")
+    @classmethod
+    def _refuse_duplicates(cls, names: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]!r} is there twice: name each tracker once.")
+        return names
 
     def logs_rollouts(self, step: int, num_steps: int) -> bool:
         """Whether the completions of a step are written to rollouts/."""

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
@@ -17,8 +18,9 @@ import torch
 
 from trustbatch.errors import CheckpointError
 from trustbatch.observe.config import RunConfig
-from trustbatch.observe.event_file import EventFile
 from trustbatch.observe.status import NoStatusFile, StatusFile
+from trustbatch.observe.trackers import Trackers
+from trustbatch.observe.trackers.base import TrackedRun
 from trustbatch.utils.files import AppendedFile, lock_folder, naming, write_atomically
 from trustbatch.utils.terminal import LiveLine
 
@@ -72,8 +74,14 @@ class RunFolder:
         kept = self._repair_metrics(step)
         write_atomically(self._metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         self._metrics = AppendedFile(self._metrics_file)
-        first = step + 1 if step else 0
-        self._events = EventFile(self.path / "tensorboard", first_step=first)
+        tracked = TrackedRun(
+            name=self.table.name,
+            folder=self.path,
+            toml=self.resolved,
+            config=tomllib.loads(self.resolved),
+            step=step,
+        )
+        self._trackers = Trackers(self.table.trackers, tracked, kept)
 
     def _repair_metrics(self, step: int) -> list[dict[str, Any]]:
         """Return the lines up to a step; says what is broken or missing, and keeps a copy of it.
@@ -102,9 +110,9 @@ class RunFolder:
         return [by_step[number] for number in sorted(by_step)]
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line to metrics.jsonl and the same numbers to TensorBoard."""
+        """Append one line to metrics.jsonl, and send the same numbers to the trackers."""
         self._metrics.write(json.dumps({"step": step, **metrics}).encode() + b"\n")
-        self._events.add(step, metrics)
+        self._trackers.log(step, metrics)
 
     def sync(self) -> None:
         """Wait until the metrics are on the disk: a checkpoint must not be ahead of them."""
@@ -118,6 +126,7 @@ class RunFolder:
             # no time in the header: the same run writes the same bytes
             file.write_bytes(gzip.compress(lines.encode(), mtime=0))
         self._thin_rollouts()
+        self._trackers.log_completions(step, records)
 
     def _thin_rollouts(self) -> None:
         """Delete every second file while all are too large; the first and the newest stay."""
@@ -132,7 +141,7 @@ class RunFolder:
         """Flush and close all files, and unlock the folder."""
         self.status.close()
         self._metrics.close()
-        self._events.close()
+        self._trackers.finish(self.status.state)
         self._lock.close()
 
     @property
