@@ -69,14 +69,27 @@ class OpenPage:
             self._note(self._next(deadline, f"{file.name} to load"))
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of an expression of JavaScript in the page."""
-        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Return the value of an expression of JavaScript in the page; a promise is awaited."""
+        answer = self._call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def point_at(self, x: float, y: float) -> None:
         """Move the pointer there."""
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def click(self, x: float, y: float) -> None:
+        """Press and release the left button there."""
+        for kind in ("mousePressed", "mouseReleased"):
+            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def press(self, key: str) -> None:
+        """Press and release a key, such as "Enter" or "a"."""
+        text = {"text": key} if len(key) == 1 else {}
+        self._call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def picture(self, file: Path) -> None:
         """Write a PNG of the whole page."""
