@@ -84,7 +84,7 @@
   /** Return the beginning of a text in one line, or the place where a search finds it. */
   function excerpt(text, query) {
     const place = query ? text.toLowerCase().indexOf(query) : -1;
-    const oneLine = (part) => visible(part.replace(/\s+/g, " "));
+    const oneLine = (part) => visible(part.replace(/[ \t\r\n]+/g, " "));
     const cut = element("span", { class: "excerpt" });
     if (place < 0) {
       cut.append(oneLine(text.slice(0, EXCERPT)), text.length > EXCERPT ? "…" : "");

@@ -52,6 +52,7 @@ globalThis.trustbatchTokens = (() => {
   function figure(value) {
     if (typeof value !== "number") return value === null || value === undefined ? "–" : value;
     const size = Math.abs(value);
+    if (size === 0) return "0"; // not -0
     if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en-US");
     if (size < 1e-3 || size >= 1e6) return value.toExponential(2);
     return String(Number(value.toPrecision(4)));
