@@ -173,3 +173,13 @@ def test_values_of_any_kind_give_a_page(tmp_path: Path, value: Any) -> None:
     part = viewer.viewer([run])
     (data,) = re.findall(r'<script type="application/json">(.*?)</script>', part)
     assert len(json.loads(data)["columns"]["group"]) == 3
+
+
+def test_the_page_about_completions_names_every_column() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "completions.md").read_text(encoding="utf-8")
+    columns = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    shown = {"token", *viewer.TOKEN_NUMBERS, *viewer._ROW_NUMBERS, *viewer._SOURCE}
+    shown |= {"step", "prompt_id", "prompt", "model_prompt", "completion", "answer"}
+    assert shown | {"parts", "turns", "ungraded", "finish_reason"} <= set(
+        re.findall(r"`(\w+)`", columns)
+    )

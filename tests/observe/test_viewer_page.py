@@ -175,39 +175,33 @@ def test_columns_sort_up_down_and_as_recorded(page: OpenPage) -> None:
 
 
 def test_a_completion_opens_as_colored_tokens(page: OpenPage) -> None:
-    box = page.evaluate(
-        "(() => { const line = document.querySelector('.completions tbody tr');"
-        "line.scrollIntoView(); const box = line.getBoundingClientRect();"
-        "return [box.left + 200, box.top + 10]; })()"
-    )
-    page.click(*box)
-    settle(page)
-    assert text_of(page, ".bar h3") == "Step 1 · one · sample 0"
+    open_row(page, 0)
+    assert text_of(page, ".dialog-bar h3") == "Step 1 · one · sample 0"
     assert text_of(page, ".prompt pre") == "<|user|>What is one?<|assistant|>"
     assert text_of(page, ".tokens") == "It is⏎\n··<|end|>"
     # the largest log-ratios are log 2 and -log 2: full color on both sides
     full = [["above", "1.000"], ["below", "1.000"], *[["above", "0.000"]] * 3]
     assert sides(page) == full
-    assert text_of(page, ".ends").split("\n") == ["≤ 0.5", "1", "≥ 2"]
+    assert text_of(page, ".scale-ends").split("\n") == ["≤ 0.5", "1", "≥ 2"]
     choose(page, "weight")
     assert sides(page)[:2] == [["amount", "0.900"], ["amount", "0.000"]]
     # 0.9 times an advantage of -0.5 is -0.45, on a scale to the next round number, 0.5
     choose(page, "push")
     assert sides(page)[:2] == [["below", "0.900"], ["above", "0.000"]]
-    assert text_of(page, ".ends").split("\n") == ["≤ -0.5", "0", "≥ 0.5"]
+    assert text_of(page, ".scale-ends").split("\n") == ["≤ -0.5", "0", "≥ 0.5"]
     choose(page, "entropy")
     assert sides(page) == [["amount", "1.000"]] * 5
-    assert text_of(page, ".ends").split("\n") == ["0", "≥ 1.5"]
+    assert text_of(page, ".scale-ends").split("\n") == ["0", "≥ 1.5"]
     choose(page, "plain")
     assert {side for side, _ in sides(page)} == {""}
     # the color stays for the next completion, whose tokens an environment has said in part
     choose(page, "kl")
     page.press("j")
     settle(page)
-    assert text_of(page, ".bar h3") == "Step 1 · one · sample 1"
+    assert text_of(page, ".dialog-bar h3") == "Step 1 · one · sample 1"
     assert [side for side, _ in sides(page)] == ["amount", "none", "amount", "amount", "amount"]
     assert page.evaluate("document.querySelectorAll('.tokens .environment').length") == 1
-    assert "said by the environment" in text_of(page, ".scale")
+    assert "said by the environment" in text_of(page, ".color-scale")
     page.press("j")
     settle(page)
     place = "document.querySelector('.tokens .new-version').dataset.place"
@@ -303,12 +297,12 @@ def test_the_keyboard_is_enough(page: OpenPage) -> None:
     page.press("ArrowDown")
     page.press("Enter")
     settle(page)
-    assert text_of(page, ".bar h3") == "Step 1 · one · sample 1"
+    assert text_of(page, ".dialog-bar h3") == "Step 1 · one · sample 1"
     page.press("j")
     page.press("k")
     page.press("k")
     settle(page)
-    assert text_of(page, ".bar h3") == "Step 1 · one · sample 0"
+    assert text_of(page, ".dialog-bar h3") == "Step 1 · one · sample 0"
     page.evaluate("document.querySelector('.completion-dialog').close()")
     settle(page)
     # back to the row of what was read last
@@ -328,12 +322,12 @@ def test_samples_of_a_prompt_side_by_side(page: OpenPage) -> None:
     # the next one is another prompt, which has one sample in this run
     page.press("j")
     settle(page)
-    assert text_of(page, ".bar h3").startswith("Step 2 · two")
+    assert text_of(page, ".dialog-bar h3").startswith("Step 2 · two")
     page.press("k")
     settle(page)
     page.evaluate("document.querySelector('.pane .sample').click()")
     settle(page)
-    assert text_of(page, ".bar h3") == "Step 1 · one · sample 0"
+    assert text_of(page, ".dialog-bar h3") == "Step 1 · one · sample 0"
     assert page.evaluate("document.querySelectorAll('.pane').length") == 1
 
 
@@ -419,8 +413,8 @@ def test_the_page_fits_a_phone(browser: OpenPage, tmp_path: Path) -> None:
     assert browser.evaluate(fits)
     open_row(browser, 0)
     inside = (
-        "[...document.querySelectorAll('.bar button:not([hidden]), .modes span, .pane')].every("
-        "each => { const box = each.getBoundingClientRect();"
+        "[...document.querySelectorAll('.dialog-bar button:not([hidden]), .modes span, .pane')]"
+        ".every(each => { const box = each.getBoundingClientRect();"
         "return box.width > 0 && box.left >= 0 && box.right <= innerWidth; })"
     )
     assert browser.evaluate(inside)

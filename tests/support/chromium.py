@@ -80,21 +80,16 @@ class OpenPage:
         """Move the pointer there."""
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def click(self, x: float, y: float) -> None:
-        """Press and release the left button there."""
-        for kind in ("mousePressed", "mouseReleased"):
-            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    def picture(self, file: Path) -> None:
+        """Write a PNG of the whole page."""
+        answer = self._call("Page.captureScreenshot", captureBeyondViewport=True)
+        file.write_bytes(b64decode(answer["data"]))
 
     def press(self, key: str) -> None:
         """Press and release a key, such as "Enter" or "a"."""
         text = {"text": key} if len(key) == 1 else {}
         self._call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
-
-    def picture(self, file: Path) -> None:
-        """Write a PNG of the whole page."""
-        answer = self._call("Page.captureScreenshot", captureBeyondViewport=True)
-        file.write_bytes(b64decode(answer["data"]))
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._last_id += 1

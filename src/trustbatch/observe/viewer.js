@@ -227,7 +227,7 @@
         if (isNumber) return element("td", { class: "number" }, figure(row[key]));
         if (isText) return element("td", { class: `text ${key}` }, excerpt(row[key], this.query));
         if (key === "runName") {
-          const dot = element("i", { class: `dot c${row.group.run % 8}` });
+          const dot = element("i", { class: `run-dot c${row.group.run % 8}` });
           return element("td", { class: "name", title: row[key] }, dot, visible(row[key]));
         }
         return element("td", { class: "name", title: row[key] }, visible(row[key] || "–"));

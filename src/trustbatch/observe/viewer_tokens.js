@@ -61,7 +61,7 @@ globalThis.trustbatchTokens = (() => {
   /** Return text with a picture for each character that would not be seen, or would mislead. */
   function visible(text, withSpaces = false) {
     const made = document.createDocumentFragment();
-    const mark = (shown) => element("span", { class: "mark" }, shown);
+    const mark = (shown) => element("span", { class: "odd" }, shown);
     let end = 0;
     for (const found of text.matchAll(ODD)) {
       const [odd] = found;
@@ -145,7 +145,7 @@ globalThis.trustbatchTokens = (() => {
       this.modes = element("div", { class: "modes", role: "radiogroup", "aria-label": "Color" },
         ...Object.entries(this.radios).map(([mode, radio]) =>
           element("label", {}, radio, element("span", {}, MODES[mode].label))));
-      this.scale = element("div", { class: "scale" });
+      this.scale = element("div", { class: "color-scale" });
       this.body = element("div", { class: "panes" });
       this.tip = element("div", { class: "token-tip", id: "token-tip", role: "tooltip" });
       this.tip.hidden = true;
@@ -161,9 +161,9 @@ globalThis.trustbatchTokens = (() => {
         onclose: () => closed(this.row),
         onclick: (event) => { if (event.target === this.dialog) this.dialog.close(); },
       },
-      element("div", { class: "bar" }, this.title,
+      element("div", { class: "dialog-bar" }, this.title,
         element("div", { class: "buttons" }, this.back, this.forth, this.grouping, close)),
-      element("div", { class: "content" }, this.facts, this.prompt,
+      element("div", { class: "dialog-content" }, this.facts, this.prompt,
         element("div", { class: "colors" }, this.modes, this.scale), this.body), this.tip);
       this.watchTokens();
       // of the page: the element that had the focus may be gone with the last completion
@@ -180,7 +180,7 @@ globalThis.trustbatchTokens = (() => {
       on("pointerleave", () => this.hideTip());
       on("focusin", (token) => { if (token) this.explain(token); });
       on("focusout", () => this.hideTip());
-      this.dialog.querySelector(".content").addEventListener("scroll", () => this.hideTip());
+      this.dialog.querySelector(".dialog-content").addEventListener("scroll", () => this.hideTip());
     }
 
     open(rows, place) {
@@ -281,7 +281,7 @@ globalThis.trustbatchTokens = (() => {
           const versions = lists.token_version;
           const isNew = place && versions && versions[place] !== versions[place - 1];
           if (isNew) span.classList.add("new-version");
-          if (!text) span.append(element("span", { class: "mark" }, "∅"));
+          if (!text) span.append(element("span", { class: "odd" }, "∅"));
           return span;
         });
         box.append(...spans);
@@ -336,15 +336,15 @@ globalThis.trustbatchTokens = (() => {
       const labels = [isDiverging ? `≤ ${short(low)}` : "0"];
       if (isDiverging) labels.push(isLog ? "1" : "0");
       labels.push(`≥ ${short(end)}`);
-      const bar = element("div", { class: `gradient ${isDiverging ? "diverging" : "amount"}` });
+      const bar = element("div", { class: `scale-colors ${isDiverging ? "diverging" : "amount"}` });
       const has = (test) => panes.some(({ lists }) => lists.token.some((_, i) => test(lists, i)));
       const keys = [];
-      if (has(isOfEnvironment)) keys.push(element("span", { class: "key" },
+      if (has(isOfEnvironment)) keys.push(element("span", { class: "color-key" },
         element("span", { class: "token environment" }, "abc"), " said by the environment"));
       if (panes.some(({ lists }) => lists.token_version)) keys.push(element("span",
-        { class: "key" }, element("span", { class: "token new-version" }, "abc"),
+        { class: "color-key" }, element("span", { class: "token new-version" }, "abc"),
         " first token of a new version"));
-      const ends = element("div", { class: "ends" },
+      const ends = element("div", { class: "scale-ends" },
         ...labels.map((label) => element("span", {}, label)));
       this.scale.replaceChildren(...(reading ? [element("div", { class: "legend-bar" }, bar, ends),
         element("p", {}, reading)] : []), ...keys);
