@@ -35,7 +35,7 @@ def lines(*records: dict[str, Any]) -> bytes:
 
 
 def run_of(folder: Path, files: dict[str, bytes]) -> Run:
-    (folder / "rollouts").mkdir(parents=True)
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     for name, content in files.items():
         (folder / "rollouts" / name).write_bytes(content)
@@ -47,10 +47,10 @@ def unpack(packed: str) -> Any:
 
 
 def test_files_are_found_in_the_order_of_their_steps(tmp_path: Path) -> None:
-    names = ["step-000009.jsonl", "step-000010.jsonl.gz", "step-1000000.jsonl.gz", "notes.txt"]
-    run = run_of(tmp_path / "a", dict.fromkeys([*names, "step-000010.jsonl"], b""))
-    (run.rollout_files[0].parent / "step-000011.jsonl").mkdir()
-    assert [path.name for path in run.rollout_files] == names[:3]
+    names = ["step-000010.jsonl.gz", "step-999999.jsonl", "step-1000000.jsonl.gz"]
+    (tmp_path / "a" / "rollouts" / "step-000011.jsonl").mkdir(parents=True)
+    run = run_of(tmp_path / "a", dict.fromkeys([*names, "step-000010.jsonl", "notes.txt"], b""))
+    assert [path.name for path in run.rollout_files] == names
 
 
 def test_plain_and_compressed_files_have_the_same_rows(tmp_path: Path) -> None:
@@ -169,7 +169,9 @@ def test_what_is_embedded_is_ascii_and_ends_no_element() -> None:
 def test_values_of_any_kind_give_a_page(tmp_path: Path, value: Any) -> None:
     row = dict.fromkeys([*record(), *LISTS, "parts", "turns", "model_prompt", "ungraded"], value)
     lists = {key: [value, value, 1.0] for key in LISTS}
-    run = run_of(tmp_path / "a", {"step-1.jsonl": lines(row, lists, {"turns": [{"role": value}]})})
+    run = run_of(
+        tmp_path / "a", {"step-1.jsonl": lines(row, lists, {"turns": [{"role": value}, value]})}
+    )
     part = viewer.viewer([run])
     (data,) = re.findall(r'<script type="application/json">(.*?)</script>', part)
     assert len(json.loads(data)["columns"]["group"]) == 3

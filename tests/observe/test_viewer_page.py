@@ -178,6 +178,7 @@ def test_a_completion_opens_as_colored_tokens(page: OpenPage) -> None:
     open_row(page, 0)
     assert text_of(page, ".dialog-bar h3") == "Step 1 · one · sample 0"
     assert text_of(page, ".prompt pre") == "<|user|>What is one?<|assistant|>"
+    assert text_of(page, ".facts").endswith("Run\nnew")
     assert text_of(page, ".tokens") == "It is⏎\n··<|end|>"
     # the largest log-ratios are log 2 and -log 2: full color on both sides
     full = [["above", "1.000"], ["below", "1.000"], *[["above", "0.000"]] * 3]
@@ -251,7 +252,7 @@ NUMBERS = {
     "advantage": "-0.5",
     f"advantage {TIMES} weight": "-0.45",
     "version": "1",
-    "sampled by": "models/tiny (native)",
+    "sampled by": "tiny (native)",
 }
 
 
@@ -362,7 +363,7 @@ def test_hostile_text_is_shown_and_never_runs(browser: OpenPage, tmp_path: Path)
     assert text_of(browser, ".tokens") == f"{EVIL}{SHOWN}∅"
     assert text_of(browser, ".facts").count(EVIL) >= 4
     browser.evaluate("document.querySelector('.tokens .token').focus()")
-    assert text_of(browser, ".token-tip").count(EVIL) == 3
+    assert text_of(browser, ".token-tip").count(EVIL) == 2  # the token and the engine
     browser.press("g")
     settle(browser)
     assert text_of(browser, ".panes").count(EVIL) >= 4

@@ -3,7 +3,7 @@
 // nothing else.
 (() => {
   "use strict";
-  const { element, figure, visible, CompletionDialog } = globalThis.trustbatchTokens;
+  const { element, figure, nameOf, visible, CompletionDialog } = globalThis.trustbatchTokens;
   const ROWS_PER_PAGE = 50;
   const EXCERPT = 160;
   const collator = new Intl.Collator("en", { numeric: true });
@@ -42,18 +42,15 @@
       row.source = data.sources[row.source];
       (row.group.rows ??= []).push(row);
       row.runName = data.runs[row.group.run];
+      row.isOneOfRuns = data.runs.length > 1;
       row.step = row.group.step;
       row.prompt = row.group.prompt;
-      row.origin = originOf(row.source);
+      row.origin = [nameOf(row.source), row.source.version].filter((part) => part !== null)
+        .join(" · v");
       return row;
     });
   }
 
-  // a policy may be named by the path of its folder
-  function originOf({ policy, version }) {
-    const name = String(policy ?? "–").split("/").filter(Boolean).pop() ?? "–";
-    return version === null ? name : `${name} · v${version}`;
-  }
 
   function lowered(holder, text) {
     return (holder.lowered ??= text.toLowerCase());
@@ -228,7 +225,7 @@
         if (isText) return element("td", { class: `text ${key}` }, excerpt(row[key], this.query));
         if (key === "runName") {
           const dot = element("i", { class: `run-dot c${row.group.run % 8}` });
-          return element("td", { class: "name", title: row[key] }, dot, visible(row[key]));
+          return element("td", { class: "run" }, dot, visible(row[key]));
         }
         return element("td", { class: "name", title: row[key] }, visible(row[key] || "–"));
       });

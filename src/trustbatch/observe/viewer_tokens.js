@@ -58,6 +58,11 @@ globalThis.trustbatchTokens = (() => {
     return String(Number(value.toPrecision(4)));
   }
 
+  /** Return the name of the policy that sampled, which may be the path of a folder. */
+  function nameOf({ policy }) {
+    return String(policy ?? "–").split("/").filter(Boolean).pop() ?? "–";
+  }
+
   /** Return text with a picture for each character that would not be seen, or would mislead. */
   function visible(text, withSpaces = false) {
     const made = document.createDocumentFragment();
@@ -361,7 +366,7 @@ globalThis.trustbatchTokens = (() => {
       const head = element("div", { class: "head" }, element("code", {}, visible(text, true)),
         element("small", {}, `token ${figure(place + 1)} of ${figure(lists.token.length)}`
           + (lists.token_id ? `, id ${lists.token_id[place] ?? "–"}` : "")));
-      const { policy, version, engine } = row.source;
+      const { version, engine } = row.source;
       const numbers = isForeign ? [line("said by", "the environment")] : [
         ...NUMBERS.filter(([key]) => lists[key])
           .map(([key, name]) => line(name, figure(lists[key][place]))),
@@ -369,7 +374,7 @@ globalThis.trustbatchTokens = (() => {
         ...(lists.weight ? [line("advantage × weight",
           figure(valueOf("push", row, lists, place)))] : []),
         line("version", figure(versions?.[place] ?? version)),
-        line("sampled by", `${policy ?? "–"} (${engine ?? "–"})`),
+        line("sampled by", `${nameOf(row.source)} (${engine ?? "–"})`),
       ];
       this.tip.replaceChildren(head, ...numbers);
       this.tip.hidden = false;
@@ -452,6 +457,7 @@ globalThis.trustbatchTokens = (() => {
       fact("Mean log-prob", figure(row.mean_behavior_logp),
         visible(` (${source.logprob_mode ?? "–"})`)),
       fact("Sampled by", visible(row.origin), element("small", {}, visible(` ${settings}`))),
+      ...runFacts(row),
     ];
   }
 
@@ -462,7 +468,12 @@ globalThis.trustbatchTokens = (() => {
       fact("Answer", visible(String(row.group.answer ?? "–"))),
       fact("Samples", figure(row.group.rows.length)),
       fact("Mean reward", figure(rewards.length ? mean : null)),
+      ...runFacts(row),
     ];
+  }
+
+  function runFacts(row) {
+    return row.isOneOfRuns ? [fact("Run", visible(row.runName))] : [];
   }
 
   /** Return a completion without tokens: its text, or the turns of an episode. */
@@ -473,5 +484,5 @@ globalThis.trustbatchTokens = (() => {
         element("small", {}, visible(role)), element("pre", { dir: "auto" }, visible(text)))));
   }
 
-  return { element, figure, visible, CompletionDialog };
+  return { element, figure, nameOf, visible, CompletionDialog };
 })();
