@@ -20,14 +20,33 @@ class RunConfig(Table):
     """steps between checkpoints; the last step always has one"""
     keep_checkpoints: Changeable[int] = Field(default=2, ge=1)
     rollouts_every: Changeable[int] = Field(default=10, ge=1)
-    """steps between samples of completions in rollouts/"""
+    """steps between samples of completions in rollouts/; the first and the last step have one"""
     rollouts_logged: Changeable[int] = Field(default=16, ge=0)
-    """completions in each sample"""
+    """completions in each sample; the last prompt's are all in it"""
+    tokens_logged: Changeable[int] = Field(default=16_384, ge=0)
+    """tokens of each sample that are recorded one by one; longer completions as text only"""
+    rollouts_megabytes: Changeable[int] = Field(default=256, ge=1)
+    """size of rollouts/: beyond it, every second file is deleted"""
+    ledger_every: Changeable[int] = Field(default=20, ge=0)
+    """steps between ledgers, which take a forward pass where several updates share a batch, and
+    one more where rollouts lag; the first and the last step have one; 0: none"""
 
     accept_changes: Changeable[tuple[Fingerprint, ...]] = ()
     """fingerprints of edited files with which the run may be resumed"""
+
+    def logs_rollouts(self, step: int, num_steps: int) -> bool:
+        """Whether the completions of a step are written to rollouts/."""
+        return bool(self.rollouts_logged) and _is_due(step, self.rollouts_every, num_steps)
+
+    def has_ledger(self, step: int, num_steps: int) -> bool:
+        """Whether the metrics of a step include the ledger."""
+        return bool(self.ledger_every) and _is_due(step, self.ledger_every, num_steps)
 
     @property
     def path(self) -> Path:
         """The run folder."""
         return Path(self.folder) / self.name
+
+
+def _is_due(step: int, every: int, num_steps: int) -> bool:
+    return step % every == 0 or step in (1, num_steps)

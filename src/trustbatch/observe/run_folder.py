@@ -1,5 +1,6 @@
 """The run folder: configuration, environment, metrics, samples of completions, checkpoints."""
 
+import gzip
 import json
 import os
 import platform
@@ -13,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trustbatch.errors import CheckpointError
 from trustbatch.observe.config import RunConfig
 from trustbatch.observe.event_file import EventFile
 from trustbatch.observe.status import NoStatusFile, StatusFile
-from trustbatch.rollout.records import readable_record
-from trustbatch.types import RolloutGroup
 from trustbatch.utils.files import AppendedFile, lock_folder, naming, write_atomically
 from trustbatch.utils.terminal import LiveLine
 
 METRICS_FILE = "metrics.jsonl"
+ROLLOUT_FILES = "step-[0-9]*.jsonl*"
 MAX_RANGES = 5
 """of lines or steps that a sentence names"""
 
@@ -66,8 +65,8 @@ class RunFolder:
         environment = json.dumps(describe_environment(), indent=2)
         write_atomically(self.path / "environment.json", environment + "\n")
         (self.path / "rollouts").mkdir(exist_ok=True)
-        for path in (self.path / "rollouts").glob("step-[0-9]*.jsonl"):
-            if path.stem > f"step-{step:06d}":
+        for path in (self.path / "rollouts").glob(ROLLOUT_FILES):
+            if path.name.split(".")[0] > f"step-{step:06d}":
                 path.unlink()
         kept = self._repair_metrics(step)
         write_atomically(self._metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
@@ -110,22 +109,23 @@ class RunFolder:
         """Wait until the metrics are on the disk: a checkpoint must not be ahead of them."""
         self._metrics.sync()
 
-    def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Tensor) -> None:
-        """Write the first completions of a batch, group by group, so that they can be compared."""
-        rows = [
-            readable_record(
-                group,
-                sample,
-                step=step,
-                advantage=float(advantages[number, sample]),
-            )
-            for number, group in enumerate(groups)
-            for sample in range(len(group.completions))
-        ]
-        lines = [json.dumps(row) + "\n" for row in rows[: self.table.rollouts_logged]]
-        file = self.path / "rollouts" / f"step-{step:06d}.jsonl"
+    def write_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write completions of a step, one record each, and keep the size of all files bounded."""
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        file = self.path / "rollouts" / f"step-{step:06d}.jsonl.gz"
         with naming(file):
-            file.write_text("".join(lines), encoding="utf-8")
+            # no time in the header: the same run writes the same bytes
+            file.write_bytes(gzip.compress(lines.encode(), mtime=0))
+        self._thin_rollouts()
+
+    def _thin_rollouts(self) -> None:
+        """Delete every second file while all are too large; the first and the newest stay."""
+        limit = self.table.rollouts_megabytes * 1e6
+        files = sorted((self.path / "rollouts").glob(ROLLOUT_FILES))
+        while len(files) > 2 and sum(file.stat().st_size for file in files) > limit:
+            for file in files[1:-1:2]:
+                file.unlink()
+            files = [file for file in files if file.exists()]
 
     def close(self) -> None:
         """Flush and close all files, and unlock the folder."""
@@ -201,7 +201,7 @@ class ReadOnlyRunFolder(RunFolder):
     def sync(self) -> None:
         """Rank 0 does it."""
 
-    def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Tensor) -> None:
+    def write_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Rank 0 does it."""
 
     def close(self) -> None:
