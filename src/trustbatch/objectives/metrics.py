@@ -13,6 +13,9 @@ from torch import Tensor
 
 from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
 
+ROUNDING = 1e-12
+"""variance of log-ratios that differ from 0 by float32's rounding alone"""
+
 
 class Metric(Protocol):
     """The interface of a metric."""
@@ -174,7 +177,7 @@ class LogRatioPart:
         return LogRatioPart(self.moments + other.moments, self.sums + other.sums)
 
     def values(self, name: str) -> dict[str, float]:
-        """Return NAME/one_minus_ess, NAME/ratio_mean and, where l varies, NAME/share."""
+        """Return NAME/one_minus_ess, NAME/ratio_mean and, unless l is rounding, NAME/share."""
         count, part, log_ratio, product, square = self.sums.tolist()
         if not count:
             return {}
@@ -184,7 +187,7 @@ class LogRatioPart:
             f"{name}/one_minus_ess": 1.0 - float(effective_sample_size(self.moments)),
             f"{name}/ratio_mean": float(self.moments.ratio_sum) / count,
         }
-        return found | ({f"{name}/share": covariance / variance} if variance > 0 else {})
+        return found | ({f"{name}/share": covariance / variance} if variance > ROUNDING else {})
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from trustbatch.utils.terminal import LiveLine
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUT_FILES = "step-[0-9]*.jsonl*"
+MEGABYTE = 1e6
 MAX_RANGES = 5
 """of lines or steps that a sentence names"""
 
@@ -120,7 +121,7 @@ class RunFolder:
 
     def _thin_rollouts(self) -> None:
         """Delete every second file while all are too large; the first and the newest stay."""
-        limit = self.table.rollouts_megabytes * 1e6
+        limit = self.table.rollouts_megabytes * MEGABYTE
         files = sorted((self.path / "rollouts").glob(ROLLOUT_FILES))
         while len(files) > 2 and sum(file.stat().st_size for file in files) > limit:
             for file in files[1:-1:2]:

@@ -74,7 +74,7 @@ class Ledger:
         """
         parts = self.parts(tokens, batch, initial_logp)
         kept = tokens.measurable(*parts.values())
-        log_ratio = (tokens.logp.detach() - tokens.behavior_logp).double()[kept]
+        log_ratio = (tokens.logp.detach().double() - tokens.behavior_logp.double())[kept]
         metrics: Metrics = {
             f"ledger/{cause}": LogRatioPart.of(part[kept], log_ratio)
             for cause, part in parts.items()
