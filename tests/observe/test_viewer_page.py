@@ -108,8 +108,11 @@ def open_row(page: OpenPage, place: int) -> None:
 
 
 def settle(page: OpenPage) -> None:
-    """Token lists are unpacked in the background."""
-    page.evaluate("new Promise(done => setTimeout(() => requestAnimationFrame(done), 60))")
+    """Token lists are unpacked in the background, and events of forms and dialogs come later."""
+    page.evaluate(
+        "new Promise(done => { const look = () => setTimeout("
+        "document.querySelector('.panes[aria-busy=true]') ? look : done, 30); look(); })"
+    )
 
 
 def sides(page: OpenPage) -> list[list[str]]:
@@ -406,6 +409,25 @@ def test_thousands_of_completions_stay_quick(browser: OpenPage, tmp_path: Path) 
     browser.evaluate("document.querySelector('.completion-dialog').close()")
     browser.evaluate("document.querySelector('[aria-label=\"Last page\"]').click()")
     assert text_of(browser, ".pager span") == f"2,951{DASH}3,000 of 3,000"
+
+
+def test_the_rest_of_a_long_completion_is_shown_on_demand(
+    browser: OpenPage, tmp_path: Path
+) -> None:
+    tokens = ["a"] * 8010
+    rows = [with_tokens(record(1, "one", sample), tokens, [2.0] * 8010) for sample in range(2)]
+    browser.load(write_report([make_run(tmp_path / "a", rows)], tmp_path / "report.html"))
+    open_row(browser, 0)
+    assert len(sides(browser)) == 8000
+    assert text_of(browser, ".rest") == "Show the other 10 tokens"
+    browser.evaluate("document.querySelector('.rest').click()")
+    assert len(sides(browser)) == 8010
+    assert sides(browser)[-1] == ["above", "1.000"]
+    # two samples share the room
+    browser.press("g")
+    settle(browser)
+    assert len(sides(browser)) == 8000
+    assert text_of(browser, ".rest") == "Show the other 4,010 tokens"
 
 
 def test_the_page_fits_a_phone(browser: OpenPage, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 // Completions as tokens in a dialog, colored by what was measured on each.
 globalThis.trustbatchTokens = (() => {
   "use strict";
+  /** shown at once, in all samples together: more would take seconds to lay out */
   const MOST_TOKENS = 8000;
   /** what has no picture of its own, or changes how its neighbors are shown; joiners are in words */
   const ODD = /\n|\t| {2,}|(?![\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\u00a0\u202f]/gu;
@@ -225,6 +226,7 @@ globalThis.trustbatchTokens = (() => {
       this.grouping.textContent = isGroup ? "This sample" : `All ${group.rows.length} samples`;
       this.facts.replaceChildren(...(isGroup ? groupFacts(row) : factsOf(row)));
       this.showPrompt(group);
+      this.body.setAttribute("aria-busy", "true");
       const lists = await listsOf(group);
       if (row !== this.row) return; // another one was opened meanwhile
       const shown = isGroup ? group.rows : [row];
@@ -232,6 +234,7 @@ globalThis.trustbatchTokens = (() => {
       this.body.classList.toggle("group", isGroup);
       this.body.replaceChildren(...this.panes.map((pane) => this.pane(pane, isGroup)));
       this.showModes();
+      this.body.setAttribute("aria-busy", "false");
     }
 
     showPrompt(group) {
@@ -291,12 +294,13 @@ globalThis.trustbatchTokens = (() => {
         });
         box.append(...spans);
       };
-      add(0, MOST_TOKENS);
-      const left = lists.token.length - MOST_TOKENS;
+      const limit = Math.floor(MOST_TOKENS / this.panes.length);
+      add(0, limit);
+      const left = lists.token.length - limit;
       if (left <= 0) return box;
       const more = element("button", { type: "button", class: "rest", onclick: () => {
         more.remove();
-        add(MOST_TOKENS, lists.token.length);
+        add(limit, lists.token.length);
         this.paint();
       } }, `Show the other ${figure(left)} tokens`);
       return element("div", {}, box, more);
