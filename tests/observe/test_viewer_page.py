@@ -373,7 +373,10 @@ def test_hostile_text_is_shown_and_never_runs(browser: OpenPage, tmp_path: Path)
     enter(browser, "text", EVIL)
     assert len(completions(browser)) == 2
     assert (
-        browser.evaluate("document.querySelectorAll('main img, main b b, main script').length") == 0
+        browser.evaluate(
+            "document.querySelectorAll('.viewer img, .viewer b b, .viewer script').length"
+        )
+        == 0
     )
     assert (browser.complaints, browser.dialogs) == ([], [])
     assert browser.requests == [file.as_uri()]
