@@ -329,7 +329,7 @@ def test_samples_of_a_prompt_side_by_side(page: OpenPage) -> None:
     assert text_of(page, ".dialog-bar h3").startswith("Step 2 · two")
     page.press("k")
     settle(page)
-    page.evaluate("document.querySelector('.pane .sample').click()")
+    page.evaluate("document.querySelector('.pane .open-sample').click()")
     settle(page)
     assert text_of(page, ".dialog-bar h3") == "Step 1 · one · sample 0"
     assert page.evaluate("document.querySelectorAll('.pane').length") == 1

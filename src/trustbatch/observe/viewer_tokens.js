@@ -249,7 +249,7 @@ globalThis.trustbatchTokens = (() => {
       const made = element("article", { class: "pane" });
       if (isGroup) {
         const open = element("button", {
-          type: "button", class: "sample", onclick: () => this.openSample(row),
+          type: "button", class: "open-sample", onclick: () => this.openSample(row),
         }, `Sample ${figure(row.sample)}`);
         made.append(element("header", { class: row === this.row ? "chosen" : "" }, open,
           element("span", {}, `reward ${figure(row.reward)}`),
