@@ -70,7 +70,7 @@ def test_a_killed_run_continues_bit_for_bit(
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     kept = sorted(path.name for path in (runs["killed"] / "checkpoints").iterdir())
     assert len([name for name in kept if name.startswith("step-")]) == 2
-    for step in ("step-000001.jsonl", "step-000012.jsonl"):
+    for step in ("step-000001.jsonl.gz", "step-000012.jsonl.gz"):
         both = [(runs[name] / "rollouts" / step).read_text() for name in ("whole", "killed")]
         assert both[0] == both[1]
 

@@ -35,7 +35,7 @@ class Recorder:
         if run.logs_rollouts(step, num_steps):
             recorded = with_tokens(logged_groups(batch.groups, run), run)
         return Observation(
-            ledger=run.has_ledger(step, num_steps),
+            ledger=run.has_ledger(step),
             recorded=frozenset(completion.key for completion in recorded),
         )
 

@@ -86,7 +86,7 @@ class SyncSource:
         while len(state.pending) <= num_ahead:
             batch, state.cursor = self._generator.generate(self.session.engine, state.cursor)
             trained_at = state.step + len(state.pending) + 1
-            if state.pending and config.run.has_ledger(trained_at, config.training.steps):
+            if state.pending and config.run.has_ledger(trained_at):
                 # this version's own log-probs, which nobody can compute when it is trained on
                 with self.session.engine_asleep():
                     batch = with_version_logp(batch, self.session.trainer, version=state.step)

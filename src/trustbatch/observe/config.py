@@ -31,7 +31,7 @@ class RunConfig(Table):
     """size of rollouts/: beyond it, every second file is deleted"""
     ledger_every: Changeable[int] = Field(default=20, ge=0)
     """steps between ledgers, which take a forward pass where several updates share a batch, and
-    one more where rollouts lag; the first and the last step have one; 0: none"""
+    one more where rollouts lag; the first step has one; 0: none"""
 
     trackers: Changeable[tuple[TrackerName, ...]] = ("tensorboard",)
     """where metrics and completions are sent, beside the files of the run folder"""
@@ -48,17 +48,14 @@ class RunConfig(Table):
 
     def logs_rollouts(self, step: int, num_steps: int) -> bool:
         """Whether the completions of a step are written to rollouts/."""
-        return bool(self.rollouts_logged) and _is_due(step, self.rollouts_every, num_steps)
+        is_due = step % self.rollouts_every == 0 or step in (1, num_steps)
+        return bool(self.rollouts_logged) and is_due
 
-    def has_ledger(self, step: int, num_steps: int) -> bool:
-        """Whether the metrics of a step include the ledger."""
-        return bool(self.ledger_every) and _is_due(step, self.ledger_every, num_steps)
+    def has_ledger(self, step: int) -> bool:
+        """Whether the metrics of a step include the ledger; not the last's, which may change."""
+        return bool(self.ledger_every) and (step == 1 or step % self.ledger_every == 0)
 
     @property
     def path(self) -> Path:
         """The run folder."""
         return Path(self.folder) / self.name
-
-
-def _is_due(step: int, every: int, num_steps: int) -> bool:
-    return step % every == 0 or step in (1, num_steps)
