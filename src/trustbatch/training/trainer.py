@@ -36,7 +36,8 @@ from trustbatch.utils.distributed import (
 
 MAX_CONSECUTIVE_SKIPS = 5
 """optimizer steps without a usable gradient after which training stops"""
-_Measure = Callable[[TokenBatch, MicroBatch], Metrics]
+Measure = Callable[[TokenBatch, MicroBatch], Metrics]
+"""called with the tokens of a micro-batch; returns metrics of them"""
 
 
 class Trainer:
@@ -88,29 +89,49 @@ class Trainer:
         steps: list[Metrics] = []
         measures = self._ratio_measures(sequences, version)
         for pass_number in range(self.config.passes):
-            seed = f"{self.seed}:{self.num_optimizer_steps}:{pass_number}"
-            parts = [  # one per optimizer step
-                micro_batches(
-                    part,
-                    max_tokens=self.config.micro_batch_tokens,
-                    pad_token_id=self.policy.pad_token_id,
-                    packs=self._packs,
-                    may_share_prompts=self._may_share_prompts,
-                    rank=this_rank(),
-                    num_ranks=num_ranks(),
-                )
-                for part in mini_batches(sequences, self.config.mini_batches, seed=seed)
-            ]
+            parts = self._parts(sequences, self.config.mini_batches, pass_number=pass_number)
             # the proximal policy is the one at the start of the pass, so this precedes all steps
             prepared = [[self._prepare(batch, len(parts)) for batch in part] for part in parts]
             steps += [self._optimizer_step(part, measures) for part in prepared]
         return average_over_steps(steps)
 
+    def first_gradient(
+        self, sequences: Sequence[TrainSequence], *, num_steps: int, measures: Sequence[Measure]
+    ) -> Totals:
+        """Leave in `.grad` the gradient of the first of `num_steps` optimizer steps on a batch.
+
+        No step is taken. Returns the totals of that step. Each measure is called with its tokens
+        and the micro-batch they are from, and once more if the totals had to be taken again.
+        """
+        parts = self._parts(sequences, num_steps, pass_number=0)
+        prepared = [self._prepare(batch, len(parts)) for batch in parts[0]]
+        self.optimizer.zero_grad(set_to_none=True)
+        totals, _ = self._gradient(prepared, measures)
+        return totals
+
+    def _parts(
+        self, sequences: Sequence[TrainSequence], num_steps: int, *, pass_number: int
+    ) -> list[list[MicroBatch]]:
+        """Return the micro-batches of each optimizer step of a pass."""
+        seed = f"{self.seed}:{self.num_optimizer_steps}:{pass_number}"
+        return [
+            micro_batches(
+                part,
+                max_tokens=self.config.micro_batch_tokens,
+                pad_token_id=self.policy.pad_token_id,
+                packs=self._packs,
+                may_share_prompts=self._may_share_prompts,
+                rank=this_rank(),
+                num_ranks=num_ranks(),
+            )
+            for part in mini_batches(sequences, num_steps, seed=seed)
+        ]
+
     def _ratio_measures(
         self, sequences: Sequence[TrainSequence], version: int | None
-    ) -> list[_Measure]:
+    ) -> list[Measure]:
         """Return the metrics per policy and per lag, where the batch has several of them."""
-        measures: list[_Measure] = []
+        measures: list[Measure] = []
         name = self.policy.name
         if len({sequence.completion.provenance.policy for sequence in sequences}) > 1:
             measures.append(lambda tokens, batch: policy_ratios(tokens, batch.policies))
@@ -119,16 +140,10 @@ class Trainer:
         return measures
 
     def _optimizer_step(
-        self, batches: Sequence[MicroBatch], measures: Sequence[_Measure]
+        self, batches: Sequence[MicroBatch], measures: Sequence[Measure]
     ) -> Metrics:
         """Accumulate the gradient of all micro-batches, then take one step if it is finite."""
-        from_policy = self.objective.totals_need_policy
-        totals, outputs = self._accumulate(batches, measures, from_policy=from_policy)
-        counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
-        if counted != int(totals.num_tokens):
-            # the policy itself gave a non-finite log-prob, which the data alone does not show
-            self.optimizer.zero_grad(set_to_none=True)
-            totals, outputs = self._accumulate(batches, measures, from_policy=True)
+        totals, outputs = self._gradient(batches, measures)
         parameters = [parameter for _, parameter in self.policy.trained_parameters()]
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip))
         loss = all_reduce_sum(torch.stack([output.loss.detach() for output in outputs]).sum())
@@ -145,8 +160,21 @@ class Trainer:
         metrics["steps/skipped"] = Count(torch.tensor(float(not usable)))
         return metrics
 
+    def _gradient(
+        self, batches: Sequence[MicroBatch], measures: Sequence[Measure]
+    ) -> tuple[Totals, list[ObjectiveOutput]]:
+        """Accumulate the gradient of one optimizer step."""
+        from_policy = self.objective.totals_need_policy
+        totals, outputs = self._accumulate(batches, measures, from_policy=from_policy)
+        counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
+        if counted != int(totals.num_tokens):
+            # the policy itself gave a non-finite log-prob, which the data alone does not show
+            self.optimizer.zero_grad(set_to_none=True)
+            totals, outputs = self._accumulate(batches, measures, from_policy=True)
+        return totals, outputs
+
     def _accumulate(
-        self, batches: Sequence[MicroBatch], measures: Sequence[_Measure], *, from_policy: bool
+        self, batches: Sequence[MicroBatch], measures: Sequence[Measure], *, from_policy: bool
     ) -> tuple[Totals, list[ObjectiveOutput]]:
         """Add up the gradient of all micro-batches, each weighted by the totals of the step."""
         held = self._hold(batches) if from_policy or len(batches) == 1 else {}
