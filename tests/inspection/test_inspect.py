@@ -23,6 +23,7 @@ from trustbatch.inspection.examine import Request, inspect_run
 from trustbatch.inspection.reopen import reopened
 from trustbatch.inspection.result import Inspection
 from trustbatch.inspection.steps import find_steps
+from trustbatch.inspection.token_summary import TokenCollector
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.rewards import rewards_of
 from trustbatch.training.trainer import Trainer
@@ -83,7 +84,8 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of three steps whose name would be a script."""
     folder = tmp_path_factory.mktemp("runs")
-    tables = tree(tiny_folder, folder, run={"name": HOSTILE, "keep_checkpoints": 2})
+    logged = {"rollouts_every": 1, "rollouts_logged": 24}
+    tables = tree(tiny_folder, folder, run={"name": HOSTILE, "keep_checkpoints": 2, **logged})
     return trustbatch.train(**tables).folder
 
 
@@ -144,7 +146,7 @@ def test_the_gradient_is_the_one_that_the_run_has_taken(
         with reopened(steps.config, steps.checkpoints[step], say=lambda _: None) as again:
             groups = again.batch().groups
             sequences = to_sequences(groups, config.advantage.build()(rewards_of(groups)))
-            again.trainer.first_gradient(sequences, num_steps=num_steps, measures=[])
+            again.trainer.first_gradient(sequences, num_steps=num_steps, observer=TokenCollector())
             found = gradients_of(again.trainer)
         expected = taken[(step - 1) * num_steps]
         assert any(bool(each.any()) for each in expected.values())
@@ -269,11 +271,30 @@ def test_the_first_mini_batch_or_all_of_them(
 def test_a_batch_that_waited_has_no_log_probs_of_the_model(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    folder = trustbatch.train(**tree(tiny_folder, tmp_path, rollout={"lag": 1})).folder
+    # the ledger would have recorded them
+    tables = tree(tiny_folder, tmp_path, rollout={"lag": 1}, run={"ledger_every": 0})
+    folder = trustbatch.train(**tables).folder
     found = examine(folder, objectives=("p3o",), fresh_samples=0)
     # the last batch of a run with a lag: after it there is none
     assert found.step == 3
     assert any("pulls to the sampler here: p3o" in note for note in found.notes)
+
+
+def test_the_log_of_a_step_gives_the_weights_that_its_batch_gives(
+    run: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    again = examine(copy, step=3, fresh_samples=0)
+    shutil.rmtree(copy / "checkpoints" / "step-2")
+    logged = examine(copy, step=3)
+    assert (again.is_logged, logged.is_logged) == (False, True)
+    assert logged.num_tokens == again.num_tokens
+    assert logged.one_minus_ess == pytest.approx(again.one_minus_ess, rel=1e-3)
+    for row in logged.rows:
+        expected = row_of(again, row.label).tokens
+        assert row.tokens.silenced_in == pytest.approx(expected.silenced_in, abs=1e-9)
+        assert (row.tokens.capped, row.tokens.raised) == (expected.capped, expected.raised)
 
 
 def planted(advantage: float, log_ratio: float) -> dict[str, Any]:
@@ -324,8 +345,9 @@ def test_wrong_inputs_are_one_sentence_each(
     (tmp_path / "broken_objective.py").write_text(MINE)
     path = str(run)
     assert "There is no run in 'nowhere'" in error_of(capsys, "nowhere")
-    gone = error_of(capsys, path, "--step", "2")
-    assert "is gone: steps 1, 3, 4 can be computed again from weights" in gone
+    gone = error_of(capsys, path, "--step", "9")
+    weights = "can't be inspected: steps 1, 3, 4 can be computed again from weights"
+    assert f"{weights}, and completions of step 2 were logged" in gone
     assert "did you mean 'grpo'" in error_of(capsys, path, "--objective", "gropo")
     few = error_of(capsys, path, "--fresh-samples", "8")
     assert "ask for 12 or more, or for 0" in few

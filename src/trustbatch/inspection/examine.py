@@ -88,7 +88,7 @@ def inspect_run(request: Request, *, say: Say) -> Inspection:
         found = _from_log(request, steps, step)
         if found is not None:
             return found
-    raise ConfigError(f"Step {step} of {request.folder} is gone: {steps.describe()}.")
+    raise ConfigError(f"Step {step} of {request.folder} can't be inspected: {steps.describe()}.")
 
 
 def _num_parts(request: Request, config: Config) -> int:
@@ -182,7 +182,7 @@ class _Examiner:
         tokens = TokenCollector()
         self.trainer.objective = objective
         with candidate.named_errors():
-            totals = self.trainer.first_gradient(sequences, num_steps=num_steps, measures=[tokens])
+            totals = self.trainer.first_gradient(sequences, num_steps=num_steps, observer=tokens)
             self._gradients[label] = self._read()
             self.weights[label] = tokens.weights(objective, totals)
             self._factors[label] = objective.learning_rate_factor(totals)
@@ -202,11 +202,11 @@ class _Examiner:
         for number, (_, sequences) in enumerate(graded, start=1):
             self.say(f"gradient of fresh rollouts, part {number} of {len(graded)}")
             self.trainer.objective = Reinforce()
-            self.trainer.first_gradient(sequences, num_steps=1, measures=[])
+            self.trainer.first_gradient(sequences, num_steps=1, observer=TokenCollector())
             gradients.append(self._read())
             tokens = TokenCollector()
             self.trainer.objective = MeanEntropy()
-            self.trainer.first_gradient(sequences, num_steps=1, measures=[tokens])
+            self.trainer.first_gradient(sequences, num_steps=1, observer=tokens)
             self._entropies.append(self._read())
             entropies.append(tokens.entropy())
         self._fresh = FreshGradient(gradients)

@@ -1,6 +1,6 @@
 """What an objective does to the tokens of a batch: whom it silences, caps or raises."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,13 +55,18 @@ class TokenSummary:
 
 
 class TokenCollector:
-    """A measure of the trainer that keeps the tokens of a step, without their graph."""
+    """An observer of the trainer that keeps the tokens of a step, without their graph."""
+
+    wants_initial = False
 
     def __init__(self) -> None:
         # by micro-batch: one that is computed again replaces what was kept of it
         self._found: dict[int, tuple[TokenBatch, MicroBatch]] = {}
 
-    def __call__(self, tokens: TokenBatch, batch: MicroBatch) -> Metrics:
+    def keep_initial(self, logp: Mapping[tuple[str, int], Tensor]) -> None:
+        """Nothing is updated."""
+
+    def measure(self, tokens: TokenBatch, batch: MicroBatch, totals: Totals) -> Metrics:
         """Keep the tokens; there is no metric of them."""
         everything = torch.ones_like(tokens.sequence, dtype=torch.bool)
         with torch.no_grad():

@@ -24,15 +24,21 @@ _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not 
 
 
 def html_page(
-    *, title: str, header: str, sections: Sequence[str], style: str = "", is_live: bool = True
+    *,
+    title: str,
+    header: str,
+    sections: Sequence[str],
+    style: str = "",
+    script: str = "",
+    is_live: bool = True,
 ) -> str:
     """Return a self-contained page that may not access the network.
 
-    `title` is text, `header` and `sections` are HTML, `style` is added to the stylesheet; only a
-    live page may run the script that shows values on hover.
+    `title` is text, `header` and `sections` are HTML, `style` and `script` are added to those of
+    all pages; only a live page may run scripts.
     """
     policy = POLICY.format(scripts="script-src 'unsafe-inline'; " if is_live else "")
-    script = f"<script>\n{asset('report.js')}</script>\n" if is_live else ""
+    scripts = f"<script>\n{asset('report.js')}{script}</script>\n" if is_live else ""
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -43,7 +49,7 @@ def html_page(
             f"<style>\n{asset('report.css')}{style}</style>\n</head>\n<body>",
             f"<header>{header}</header>\n<main>",
             *sections,
-            f"</main>\n{script}</body>\n</html>\n",
+            f"</main>\n{scripts}</body>\n</html>\n",
         ]
     )
 
@@ -97,6 +103,18 @@ def settings_block(config_text: str, environment: dict[str, Any]) -> str:
         f'<div class="settings"><div><h4>Configuration</h4>{config}</div>'
         f"<div><h4>Environment</h4>{table}</div></div>"
     )
+
+
+def embedded_json(value: object) -> str:
+    """Return an element with a value that a script of the page reads.
+
+    Everything beyond ASCII is escaped, a lone surrogate included, and so is what could end the
+    element or begin another.
+    """
+    found = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        found = found.replace(character, f"\\u{ord(character):04x}")
+    return f'<script type="application/json">{found}</script>'
 
 
 def details(curve: int, name: str, inner: str) -> str:
