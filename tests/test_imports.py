@@ -30,7 +30,7 @@ LAYERS = [
     ["loops"],
     ["cluster"],
     ["build"],
-    ["doctor"],
+    ["doctor", "inspection"],
     ["api"],
     ["__init__"],
     ["quickstart"],

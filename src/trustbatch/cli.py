@@ -16,6 +16,7 @@ from rich.table import Table
 
 from trustbatch import __version__
 from trustbatch.errors import ConfigError, TrustbatchError
+from trustbatch.inspection.command import add_inspect, inspect_command
 from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_info, engine_names
 from trustbatch.studies.command import add_study_arguments
 from trustbatch.utils.system_errors import explain
@@ -79,6 +80,8 @@ def _run(arguments: list[str]) -> int:
         return _dry_run(options, overrides) if options.dry_run else _train(options, overrides)
     if options.command == "doctor":
         return _doctor(options, overrides)
+    if options.command == "inspect":
+        return inspect_command(options)
     if options.command == "report":
         return _report(options.runs, options.output)
     if options.command == "status":
@@ -102,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
     _add_doctor(commands)
+    add_inspect(commands)
     _add_report_and_status(commands)
     _add_eval(commands)
     _add_compare(commands)

@@ -73,7 +73,7 @@ def build_session(config: Config, task: Task | None = None) -> Session:
     task = _checked(config, task, suite, policy)
     fingerprints = fingerprint_prompts(files, task)
     refuse_changed_prompts(config, checkpoint, fingerprints, _say)
-    trainer = _build_trainer(config, policy)
+    trainer = build_trainer(config, policy)
     state = restore(checkpoint, trainer) if checkpoint else LoopState()
     workers = _start_workers(config, task, policy, replica, own_scorer, version=state.step)
     try:
@@ -142,7 +142,8 @@ def _build_replica(config: Config, policy: Policy) -> Policy | None:
     return policy.replica(rank_device(config.model.device), precision=config.rollout.precision)
 
 
-def _build_trainer(config: Config, policy: Policy) -> Trainer:
+def build_trainer(config: Config, policy: Policy) -> Trainer:
+    """Build the trainer of a loaded model, with the adapters and the reference that it needs."""
     add_adapters(config, policy)
     reference = load_reference(config, policy)
     if num_ranks() > 1:

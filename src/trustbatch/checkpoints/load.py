@@ -71,10 +71,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return folder / name if name else None
 
 
-def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
+def restore(checkpoint: Path, trainer: Trainer, *, with_optimizer: bool = True) -> LoopState:
     """Restore the weights, optimizer state and counters of a trainer, bit for bit.
 
-    Each rank reads its own shards, for any number of ranks that wrote the checkpoint.
+    Each rank reads its own shards, for any number of ranks that wrote the checkpoint. Whoever takes
+    no optimizer step can do without its state, which is twice the size of the weights.
     """
     folder = checkpoint / TRAINER_FOLDER
     try:
@@ -82,8 +83,9 @@ def restore(checkpoint: Path, trainer: Trainer) -> LoopState:
         stored = list_tensors(folder)
         _refuse_other_model(checkpoint, str(state["model"]), stored, trainer)
         _refuse_other_base(checkpoint, float(state["frozen_sum"]), trainer.policy)
-        # before the weights, since creating the optimizer's state takes a step
-        _restore_optimizer(trainer, stored, folder)
+        if with_optimizer:
+            # before the weights, since creating the optimizer's state takes a step
+            _restore_optimizer(trainer, stored, folder)
         read_into(_with_prefix(WEIGHTS, weights_of(trainer.policy)), folder)
         trainer.num_optimizer_steps = int(state["num_optimizer_steps"])
         trainer.num_consecutive_skips = int(state["num_consecutive_skips"])

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from trustbatch.advantages import ADVANTAGES
 from trustbatch.objectives import OBJECTIVES, Objective
+from trustbatch.utils.imports import check_object_path, load_object
 from trustbatch.utils.options import check_options, find_entry
 from trustbatch.utils.tables import Choice, called
 
 
 class ObjectiveConfig(Choice):
-    """[objective]: an objective by name; its options are the fields of its class."""
+    """[objective]: by name or by the path of a class; its options are the fields of the class."""
 
     kind: ClassVar[str] = "objective"
 
@@ -27,7 +28,7 @@ class ObjectiveConfig(Choice):
 
     def build(self) -> Objective:
         """Build the objective."""
-        make = find_entry(OBJECTIVES, self.name, kind=self.kind)
+        make = objective_class(self.name)
         check_options(make, self.options, what=f"objective {self.name}", table="objective")
         return called(make, "objective", self.options)
 
@@ -38,6 +39,24 @@ class ObjectiveConfig(Choice):
         names = [field.name for field in fields(after)]
         changed = {n: getattr(after, n) for n in names if getattr(after, n) != getattr(before, n)}
         return self.model_copy(update={"options": self.options | changed})
+
+
+def objective_class(name: str) -> type[Objective]:
+    """Return the class of an objective by name, or a user's own as in my_objective.py:Mine."""
+    if ":" not in name:
+        also = ", or name a class as in my_objective.py:Mine"
+        return find_entry(OBJECTIVES, name, kind="objective", also=also)
+    check_object_path(name)
+    try:
+        found = load_object(name)
+    except ImportError as error:
+        raise ValueError(f"objective.name = {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Objective)):
+        raise ValueError(
+            f"objective.name = {name!r} is no objective: name a subclass of "
+            "trustbatch.objectives.Objective."
+        )
+    return found
 
 
 class AdvantageConfig(Choice):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,23 @@ class Observation:
     """completions whose tokens are recorded"""
     tokens: dict[Key, TokenColumns] = field(default_factory=dict)
     """filled in by the trainer"""
+
+
+class StepObserver(Protocol):
+    """Sees the tokens of an optimizer step, one micro-batch after the other."""
+
+    @property
+    def wants_initial(self) -> bool:
+        """Whether the log-probs before the first update are wanted of every token; on all ranks."""
+        ...
+
+    def keep_initial(self, logp: Mapping[Key, Tensor]) -> None:
+        """Take note of the log-probs of some completions before the first update."""
+        ...
+
+    def measure(self, tokens: TokenBatch, batch: MicroBatch, totals: Totals) -> Metrics:
+        """Return metrics of a micro-batch; the totals are those of its optimizer step."""
+        ...
 
 
 class TokenObserver:

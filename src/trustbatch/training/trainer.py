@@ -18,7 +18,7 @@ from trustbatch.training.activation_budget import ActivationBudget
 from trustbatch.training.config import TrainingConfig
 from trustbatch.training.layers import compile_layers, recompute_layers
 from trustbatch.training.logprobs import EntropyUse, token_logprobs
-from trustbatch.training.observation import Observation, TokenObserver
+from trustbatch.training.observation import Observation, StepObserver, TokenObserver
 from trustbatch.training.optimizer import (
     build_optimizer,
     learning_rate_factor,
@@ -92,11 +92,7 @@ class Trainer:
         steps: list[Metrics] = []
         observer = self._observer(sequences, version, observation)
         for pass_number in range(self.config.passes):
-            seed = f"{self.seed}:{self.num_optimizer_steps}:{pass_number}"
-            parts = [  # one per optimizer step
-                self._micro_batches(part)
-                for part in mini_batches(sequences, self.config.mini_batches, seed=seed)
-            ]
+            parts = self._parts(sequences, self.config.mini_batches, pass_number=pass_number)
             # the proximal policy is the one at the start of the pass, so this precedes all steps
             prepared = [
                 [self._prepare(batch, len(parts), observer) for batch in part] for part in parts
@@ -105,6 +101,20 @@ class Trainer:
             observer.end_pass()
         observer.finish()
         return average_over_steps(steps)
+
+    def first_gradient(
+        self, sequences: Sequence[TrainSequence], *, num_steps: int, observer: StepObserver
+    ) -> Totals:
+        """Leave in `.grad` the gradient of the first of `num_steps` optimizer steps on a batch.
+
+        No step is taken. Returns the totals of that step. The observer sees its micro-batches, and
+        sees them again if the totals had to be taken again.
+        """
+        parts = self._parts(sequences, num_steps, pass_number=0)
+        prepared = [self._prepare(batch, len(parts), observer) for batch in parts[0]]
+        self.optimizer.zero_grad(set_to_none=True)
+        totals, _ = self._gradient(prepared, observer)
+        return totals
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[TrainSequence]) -> dict[tuple[str, int], Tensor]:
@@ -138,6 +148,14 @@ class Trainer:
             observer.keep_initial(self.logprobs(recorded))
         return observer
 
+    def _parts(
+        self, sequences: Sequence[TrainSequence], num_steps: int, *, pass_number: int
+    ) -> list[list[MicroBatch]]:
+        """Return the micro-batches of each optimizer step of a pass."""
+        seed = f"{self.seed}:{self.num_optimizer_steps}:{pass_number}"
+        parts = mini_batches(sequences, num_steps, seed=seed)
+        return [self._micro_batches(part) for part in parts]
+
     def _micro_batches(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
         """Return this rank's part of the forward passes over some sequences."""
         return micro_batches(
@@ -150,15 +168,9 @@ class Trainer:
             num_ranks=num_ranks(),
         )
 
-    def _optimizer_step(self, batches: Sequence[MicroBatch], observer: TokenObserver) -> Metrics:
+    def _optimizer_step(self, batches: Sequence[MicroBatch], observer: StepObserver) -> Metrics:
         """Accumulate the gradient of all micro-batches, then take one step if it is finite."""
-        from_policy = self.objective.totals_need_policy
-        totals, outputs = self._accumulate(batches, observer, from_policy=from_policy)
-        counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
-        if counted != int(totals.num_tokens):
-            # the policy itself gave a non-finite log-prob, which the data alone does not show
-            self.optimizer.zero_grad(set_to_none=True)
-            totals, outputs = self._accumulate(batches, observer, from_policy=True)
+        totals, outputs = self._gradient(batches, observer)
         parameters = [parameter for _, parameter in self.policy.trained_parameters()]
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip))
         loss = all_reduce_sum(torch.stack([output.loss.detach() for output in outputs]).sum())
@@ -175,8 +187,21 @@ class Trainer:
         metrics["steps/skipped"] = Count(torch.tensor(float(not usable)))
         return metrics
 
+    def _gradient(
+        self, batches: Sequence[MicroBatch], observer: StepObserver
+    ) -> tuple[Totals, list[ObjectiveOutput]]:
+        """Accumulate the gradient of one optimizer step."""
+        from_policy = self.objective.totals_need_policy
+        totals, outputs = self._accumulate(batches, observer, from_policy=from_policy)
+        counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
+        if counted != int(totals.num_tokens):
+            # the policy itself gave a non-finite log-prob, which the data alone does not show
+            self.optimizer.zero_grad(set_to_none=True)
+            totals, outputs = self._accumulate(batches, observer, from_policy=True)
+        return totals, outputs
+
     def _accumulate(
-        self, batches: Sequence[MicroBatch], observer: TokenObserver, *, from_policy: bool
+        self, batches: Sequence[MicroBatch], observer: StepObserver, *, from_policy: bool
     ) -> tuple[Totals, list[ObjectiveOutput]]:
         """Add up the gradient of all micro-batches, each weighted by the totals of the step."""
         held = self._hold(batches) if from_policy or len(batches) == 1 else {}
@@ -269,9 +294,7 @@ class Trainer:
             proximal_top_logp=proximal_top_logp if top_logp is not None else None,
         )
 
-    def _prepare(
-        self, batch: MicroBatch, steps_in_pass: int, observer: TokenObserver
-    ) -> MicroBatch:
+    def _prepare(self, batch: MicroBatch, steps_in_pass: int, observer: StepObserver) -> MicroBatch:
         """Move a batch to the device, and fill in the log-probs that stay fixed during a pass."""
         batch = batch.to(self.policy.device)
         wants_initial = observer.wants_initial
