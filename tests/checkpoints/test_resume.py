@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tests.support import forked
 from tests.support.killed_runs import LEARNING, Kind, comparable, finish
+from tests.support.rollout_files import read_rollouts, rollout_file
 
 import trustbatch
 from trustbatch.cli import main
@@ -71,7 +72,7 @@ def test_a_killed_run_continues_bit_for_bit(
     kept = sorted(path.name for path in (runs["killed"] / "checkpoints").iterdir())
     assert len([name for name in kept if name.startswith("step-")]) == 2
     for step in ("step-000001.jsonl.gz", "step-000012.jsonl.gz"):
-        both = [(runs[name] / "rollouts" / step).read_text() for name in ("whole", "killed")]
+        both = [(runs[name] / "rollouts" / step).read_bytes() for name in ("whole", "killed")]
         assert both[0] == both[1]
 
 
@@ -200,10 +201,7 @@ def test_the_run_folder_holds_what_it_promises(tiny_folder: Path, tmp_path: Path
     assert environment["packages"]["torch"] == torch.__version__
     assert (result.folder / "config.toml").is_file()
     assert list((result.folder / "tensorboard").glob("events*"))
-    rows = [
-        json.loads(line)
-        for line in (result.folder / "rollouts" / "step-000004.jsonl").read_text().splitlines()
-    ]
+    rows = read_rollouts(rollout_file(result.folder, 4))
     assert len(rows) == 4
     # batch 4 was sampled one version earlier than the version 3 that trained on it
     assert {row["version"] for row in rows} == {2}
