@@ -8,18 +8,9 @@ from collections.abc import Sequence
 from trustbatch.evaluation.comparison import Comparison
 from trustbatch.evaluation.results import EvaluationResults, Score, TaskScores
 from trustbatch.evaluation.statistics import LEVEL, shown_ks
-from trustbatch.observe.charts import (
-    Axis,
-    Curve,
-    Frame,
-    Tick,
-    legend,
-    line_chart,
-    linear_axis,
-)
+from trustbatch.observe.charts import ChartSpec, Curve, Look, chart_figure
 from trustbatch.observe.page_parts import html_page, text
 
-FRAME = Frame(440, 270)
 PASS_AT_K_READING = (
     "The probability that at least one of k samples is correct; the band is the 95% interval over "
     "problems."
@@ -150,7 +141,6 @@ def pass_at_k_page(models: Sequence[EvaluationResults]) -> str:
             f"most {settings['max_tokens']:,} tokens.</p>",
             f'<div class="charts">{figures}</div></section>',
         ],
-        is_live=False,
     )
 
 
@@ -165,25 +155,18 @@ def _figure(name: str, models: Sequence[tuple[str, TaskScores | None]]) -> str:
             model,
             [float(score.k) for score in scores.pass_at_k],
             [score.value for score in scores.pass_at_k],
-            low=[score.low for score in scores.pass_at_k],
-            high=[score.high for score in scores.pass_at_k],
+            bands=[
+                (
+                    [score.low for score in scores.pass_at_k],
+                    [score.high for score in scores.pass_at_k],
+                )
+            ],
         )
         for number, (model, scores) in enumerate(models)
         if scores is not None
     ]
     known = [scores for _, scores in models if scores is not None]
-    num_samples = max(scores.num_samples for scores in known)
-    y = linear_axis([0.0, *(value for curve in curves for value in curve.high)])
     cut = ", ".join(f"{scores.truncated_fraction:.1%}" for scores in known)
     caption = f"{known[0].num_problems:,} problems; truncated: {cut}"
-    return (
-        f'<figure class="card"><figcaption><h3>{text(name)}</h3><p>{caption}</p></figcaption>'
-        f"{line_chart(curves, k_axis(num_samples), y, FRAME, f'pass@k on {name}')}"
-        f"{legend([(curve.run, curve.label) for curve in curves])}</figure>"
-    )
-
-
-def k_axis(num_samples: int) -> Axis:
-    """Return the logarithmic axis of k, with ticks at powers of two."""
-    ticks = tuple(Tick(float(k), str(k)) for k in shown_ks(num_samples))
-    return Axis(1.0, max(float(num_samples), 1.5), ticks, log=True, name="k")
+    spec = ChartSpec("pass@k", name, caption, "zero", smoothed=False)
+    return chart_figure(spec, curves, Look(x="k"))

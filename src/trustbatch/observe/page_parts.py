@@ -6,7 +6,9 @@ it reaches a page.
 
 import json
 import math
+from base64 import b64encode
 from collections.abc import Sequence
+from hashlib import sha256
 from html import escape
 from importlib import resources
 from typing import Any
@@ -15,24 +17,29 @@ from trustbatch.observe.charts import swatch
 from trustbatch.observe.report_data import number
 
 POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; {scripts}img-src data:; base-uri 'none'; "
-    "form-action 'none'"
+    "default-src 'none'; style-src 'unsafe-inline'; script-src '{digest}'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""of a written page: it loads nothing, and runs no script but its own"""
+CHART_SCRIPTS = (
+    "chart_axes.js",
+    "chart_lines.js",
+    "chart_export.js",
+    "charts.js",
+    "chart_toolbar.js",
 )
 DASH = "\N{EN DASH}"
 # Control characters have no meaning in HTML; their pictures show what the model really wrote.
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 
 
-def html_page(
-    *, title: str, header: str, sections: Sequence[str], style: str = "", is_live: bool = True
-) -> str:
+def html_page(*, title: str, header: str, sections: Sequence[str], style: str = "") -> str:
     """Return a self-contained page that may not access the network.
 
-    `title` is text, `header` and `sections` are HTML, `style` is added to the stylesheet; only a
-    live page may run the script that shows values on hover.
+    `title` is text, `header` and `sections` are HTML, `style` is added to the stylesheet.
     """
-    policy = POLICY.format(scripts="script-src 'unsafe-inline'; " if is_live else "")
-    script = f"<script>\n{asset('report.js')}</script>\n" if is_live else ""
+    script = "\n" + "".join(map(asset, (*CHART_SCRIPTS, "report.js")))
+    policy = POLICY.format(digest=_digest(script))
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -42,10 +49,16 @@ def html_page(
             f"<title>{text(title)}</title>",
             f"<style>\n{asset('report.css')}{style}</style>\n</head>\n<body>",
             f"<header>{header}</header>\n<main>",
+            "<noscript><p>The charts of this page need JavaScript.</p></noscript>",
             *sections,
-            f"</main>\n{script}</body>\n</html>\n",
+            f"</main>\n<script>{script}</script>\n</body>\n</html>\n",
         ]
     )
+
+
+def _digest(script: str) -> str:
+    """Return how a policy names the one script that may run, so that no other can."""
+    return f"sha256-{b64encode(sha256(script.encode()).digest()).decode()}"
 
 
 def asset(name: str, package: str = "trustbatch.observe") -> str:

@@ -24,6 +24,7 @@ from trustbatch.observe.page_parts import (
 )
 from trustbatch.observe.report_charts import charts_section
 from trustbatch.observe.report_data import Run, SampleFile, read_runs
+from trustbatch.observe.report_ledger import ledger_section
 from trustbatch.observe.status import ENGINE_METRICS
 from trustbatch.utils.files import write_atomically
 
@@ -62,9 +63,12 @@ _ENGINE_HEADINGS = {"Tokens/s": "tokens_per_second", "Busy share": "busy_share"}
 _SAMPLE_HEADINGS = ("Prompt", "Completion", "Answer", "Reward", "Advantage", "Ending", "Sampled by")
 
 
-def write_report(run_folders: Sequence[Path], output: Path) -> Path:
-    """Read the run folders, write one self-contained HTML page to `output` and return its path."""
-    page = render_report(read_runs(run_folders))
+def write_report(run_folders: Sequence[Path], output: Path, opening: str = "") -> Path:
+    """Read the run folders, write one self-contained HTML page to `output` and return its path.
+
+    `opening` is HTML of a section that comes first.
+    """
+    page = render_report(read_runs(run_folders), opening)
     output = Path(output)
     if output.is_dir():
         raise ConfigError(
@@ -75,23 +79,24 @@ def write_report(run_folders: Sequence[Path], output: Path) -> Path:
     return output
 
 
-def render_report(runs: Sequence[Run]) -> str:
-    """Return the page of runs."""
+def render_report(runs: Sequence[Run], opening: str = "") -> str:
+    """Return the page of runs; `opening` is HTML of a section that comes first."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    has_engines = any(run.engines for run in runs)
-    engines_link = '<a href="#engines">Engines</a>' if has_engines else ""
+    sections = {
+        ("results", "Results"): opening,
+        ("summary", "Summary"): _summary_section(runs),
+        ("charts", "Charts"): charts_section(runs),
+        ("ledger", "Ledger"): ledger_section(runs),
+        ("engines", "Engines"): _engines_section(runs),
+        ("completions", "Completions"): _completions_section(runs),
+        ("settings", "Settings"): _settings_section(runs),
+    }
+    filled = {key: section for key, section in sections.items() if section}
+    links = "".join(f'<a href="#{anchor}">{name}</a>' for anchor, name in filled)
     return html_page(
         title=f"{title} · trustbatch report",
-        header=f"<h1>{text(title)}</h1><p>trustbatch run report</p>"
-        f'<nav><a href="#summary">Summary</a><a href="#charts">Charts</a>{engines_link}'
-        '<a href="#completions">Completions</a><a href="#settings">Settings</a></nav>',
-        sections=[
-            _summary_section(runs),
-            charts_section(runs),
-            *([_engines_section(runs)] if has_engines else []),
-            _completions_section(runs),
-            _settings_section(runs),
-        ],
+        header=f"<h1>{text(title)}</h1><p>trustbatch run report</p><nav>{links}</nav>",
+        sections=list(filled.values()),
     )
 
 
@@ -177,6 +182,8 @@ def _engines_section(runs: Sequence[Run]) -> str:
         for index, run in enumerate(runs)
         if run.engines
     )
+    if not blocks:
+        return ""
     return (
         '<section id="engines"><h2>Engines</h2><p class="hint">Means over the last tenth of the '
         f"steps, for engines in processes of their own.</p>\n{blocks}</section>"
