@@ -160,7 +160,10 @@ def _add_doctor(commands: Commands) -> None:
 def _add_report_and_status(commands: Commands) -> None:
     report = commands.add_parser("report", help="write one HTML page about some runs")
     report.add_argument("runs", nargs="+", help="run folders, e.g. runs/a runs/b")
-    report.add_argument("--output", help="the HTML file; default: report.html of the first run")
+    report.add_argument(
+        "--output",
+        help="the HTML file; default: report.html in a run's folder, report-A-B.html beside two",
+    )
     status = commands.add_parser(
         "status",
         help="how a run is doing, from another terminal",
@@ -400,10 +403,10 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _report(runs: list[str], output: str | None) -> int:
-    from trustbatch.observe.report import write_report
+    from trustbatch.observe.report import default_output, write_report
 
     folders = [Path(run) for run in runs]
-    written = write_report(folders, Path(output) if output else folders[0] / "report.html")
+    written = write_report(folders, Path(output) if output else default_output(folders))
     Console(soft_wrap=True).print(str(written), markup=False, highlight=False)
     return 0
 
@@ -441,6 +444,7 @@ def _compare(folders: list[str], k: int, output: str | None) -> int:
     from trustbatch.evaluation.comparison import compare
     from trustbatch.evaluation.report import comparison_table, pass_at_k_page
     from trustbatch.evaluation.results import read_results
+    from trustbatch.observe.page_parts import as_bytes
 
     first, second = (read_results(Path(folder)) for folder in folders)
     comparison = compare(first, second, k=k)
@@ -453,36 +457,23 @@ def _compare(folders: list[str], k: int, output: str | None) -> int:
         (folder / "comparison.json").write_text(record, encoding="utf-8")
         (folder / "comparison.md").write_text(table, encoding="utf-8")
         page = pass_at_k_page([first, second])
-        (folder / "pass_at_k.html").write_text(page, encoding="utf-8")
+        (folder / "pass_at_k.html").write_bytes(as_bytes(page))
     return 0
 
 
 def _quickstart(folder: Path, *, steps: int, seed: int) -> int:
-    from trustbatch.quickstart import quickstart
+    from trustbatch.quickstart import EXPLANATION, HEADINGS, NUM_WORDS, quickstart
 
     console = Console(soft_wrap=True)
     result = quickstart(
         folder, steps=steps, seed=seed, say=lambda line: console.print(line, highlight=False)
     )
-    table = Table(title=f"Reward after {steps} steps from {result.start.mean_reward:.3f}")
-    for heading in ("rollouts", "objective", "accuracy at T=1", "training reward", "seconds"):
-        table.add_column(
-            heading, justify="left" if heading in ("rollouts", "objective") else "right"
-        )
+    table = Table(title=result.title)
+    for place, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if place < NUM_WORDS else "right")
     for row in result.rows:
-        table.add_row(
-            row.rollouts,
-            row.objective,
-            f"{row.final.mean_reward:.3f} +- {row.final.standard_error:.3f}",
-            f"{row.first_reward:.3f} -> {row.last_reward:.3f}",
-            f"{row.seconds:.0f}",
-        )
+        table.add_row(*row.cells)
     console.print(table)
-    console.print(
-        "on-policy: fresh rollouts and one update for each, so every ratio is 1 and all objectives "
-        "take the same step.\nmismatched: rollouts sampled at T = 1.2 by a policy 4 versions old. "
-        "One seed each; +- is the standard error over prompts.",
-        highlight=False,
-    )
+    console.print(EXPLANATION, highlight=False)
     console.print(f"Report  {result.report}", highlight=False)
     return 0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trustbatch.errors import ConfigError
-from trustbatch.observe.report import LONGEST_TEXT, final_mean, write_report
+from trustbatch.observe.report import LONGEST_TEXT, default_output, final_mean, write_report
 from trustbatch.observe.report_charts import _medians, _shares, lag_curves
 from trustbatch.observe.report_data import read_runs
 
@@ -466,6 +466,21 @@ def test_same_folder_names_are_told_apart_by_their_parents(tmp_path: Path) -> No
     folders = [make_run(tmp_path / part, rows()) for part in ("x/run", "y/run", "y/other")]
     runs = read_runs([*folders, tmp_path / "y" / ".." / "y" / "run"])
     assert [run.name for run in runs] == ["x/run", "y/run", "other"]
+
+
+def test_a_report_of_several_runs_has_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folders, expected in (
+        (["runs/a"], "runs/a/report.html"),
+        (["runs/a", "runs/b"], "runs/report-a-b.html"),
+        (["runs/a", "runs/a/"], "runs/a/report.html"),
+        (["x/run", "y/run"], "x/report-x-run-y-run.html"),
+        (["runs/" + letter * 60 for letter in "abc"], f"runs/report-{'a' * 60}-and-2-more.html"),
+        ([".", "b"], f"{tmp_path.parent}/report-{tmp_path.name}-b.html"),
+    ):
+        assert default_output(list(map(Path, folders))) == Path(expected)
 
 
 def test_unusable_input_says_what_to_do(tmp_path: Path) -> None:

@@ -112,6 +112,26 @@ def settings_block(config_text: str, environment: dict[str, Any]) -> str:
     )
 
 
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int) -> str:
+    """Return a table of texts; columns after the first `num_words` are numbers."""
+    heads = "".join(
+        f'<th scope="col"{numeric(place >= num_words)}>{text(heading)}</th>'
+        for place, heading in enumerate(headings)
+    )
+    lines = "\n".join(
+        "<tr>"
+        + "".join(
+            f"<td{numeric(place >= num_words)}>{text(cell)}</td>" for place, cell in enumerate(row)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{lines}\n</tbody></table></div>"
+    )
+
+
 def details(curve: int, name: str, inner: str) -> str:
     """Return a part that opens on a click, with the name and the color of a curve."""
     return f"<details><summary>{swatch(curve)}<span>{text(name)}</span></summary>{inner}</details>"

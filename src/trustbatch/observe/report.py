@@ -23,12 +23,14 @@ from trustbatch.observe.page_parts import (
     text,
 )
 from trustbatch.observe.report_charts import charts_section
-from trustbatch.observe.report_data import Run, SampleFile, read_runs
+from trustbatch.observe.report_data import Run, SampleFile, distinct_names, read_runs
 from trustbatch.observe.report_ledger import ledger_section
 from trustbatch.observe.status import ENGINE_METRICS
 from trustbatch.utils.files import write_atomically
 
 LONGEST_TEXT = 4000
+LONGEST_NAME = 80
+"""of the runs in the name of a report's file"""
 _WARNING_COUNTS = {
     "tokens/nonfinite": "non-finite tokens",
     "steps/skipped": "skipped steps",
@@ -77,6 +79,20 @@ def write_report(run_folders: Sequence[Path], output: Path, opening: str = "") -
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, as_bytes(page))
     return output
+
+
+def default_output(run_folders: Sequence[Path]) -> Path:
+    """Return where a report goes: into the folder of its run, or beside the first of several."""
+    resolved = list(dict.fromkeys(Path(folder).resolve() for folder in run_folders))
+    if len(resolved) < 2:
+        return Path(run_folders[0]) / "report.html"
+    names = [name.replace("/", "-") for name in distinct_names(resolved)]
+    stem = "-".join(names)
+    if len(stem) > LONGEST_NAME:
+        stem = f"{names[0][:LONGEST_NAME]}-and-{len(names) - 1}-more"
+    first = Path(run_folders[0])
+    parent = first.parent if first.name not in ("", "..") else resolved[0].parent
+    return parent / f"report-{stem}.html"
 
 
 def render_report(runs: Sequence[Run], opening: str = "") -> str:
