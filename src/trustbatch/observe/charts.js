@@ -94,7 +94,9 @@ const Charts = (() => {
       this.names = html("ul", { class: "legend" });
       this.names.addEventListener("click", (event) => this.choose(event));
       this.names.addEventListener("keydown", (event) => this.choose(event));
-      this.figure.append(this.buttons(), this.place, this.folded(this.names));
+      this.fold = html("details", { class: "fold" }, html("summary"), this.names);
+      this.fold.open = this.isShort();
+      this.figure.append(this.buttons(), this.place, this.fold);
       new ResizeObserver(() => {
         if (this.place.clientWidth !== this.width) this.refresh();
       }).observe(this.place);
@@ -102,10 +104,9 @@ const Charts = (() => {
       this.refresh();
     }
 
-    folded(names) {
-      if (this.model.lead || this.model.series.length <= COLORS) return names;
-      return html("details", { class: "fold" },
-        html("summary", {}, `${this.model.series.length} lines`), names);
+    // Whether all names are listed; a longer list opens on a click.
+    isShort() {
+      return Boolean(this.model.lead) || this.model.series.length <= COLORS;
     }
 
     button(label, title, act) {
@@ -179,6 +180,8 @@ const Charts = (() => {
       this.scale.textContent = this.y.log ? "linear" : "log";
       this.scale.hidden = !this.y.log && !this.values.some((value) => value > 0);
       this.figure.classList.toggle("crowd", this.lines.length > COLORS);
+      this.fold.classList.toggle("short", this.isShort());
+      this.fold.firstChild.textContent = `${this.model.series.length} lines`;
       this.listNames();
     }
 

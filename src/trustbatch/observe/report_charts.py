@@ -24,7 +24,7 @@ HINT = (
     "long runs a point stands for several steps, with their smallest and largest value around it."
 )
 QUANTILES = ("ratio/p01", "ratio/p10", "ratio/p50", "ratio/p90", "ratio/p99")
-RATIO_LIMIT = 1e-6
+_RATIO_LIMITS = (1e-6, 1e6)
 
 
 LEADING = (
@@ -187,11 +187,13 @@ EVALUATION = re.compile(r"eval/(.+)/pass@1")
 REWARD_PART = re.compile(r"reward/(.+)/mean")
 TASK_PART = re.compile(r"task/(.+)/reward")
 
-RATIO_TITLE = "Ratio quantiles"
-RATIO_READING = (
-    "Ratio of trained to behavior probability per token, log axis shared by all runs: line = "
-    "median, dark band = p10 to p90, light band = p01 to p99; a band close to the dashed 1 is "
-    "on-policy."
+RATIO = ChartSpec(
+    "ratio",
+    "Ratio quantiles",
+    "Ratio of trained to behavior probability per token: line = median, dark band = p10 to p90, "
+    "light band = p01 to p99; a band close to the dashed 1 is on-policy.",
+    scale="log",
+    smoothed=False,
 )
 
 
@@ -336,10 +338,23 @@ def ratio_curves(runs: Sequence[Run]) -> list[Curve]:
     return curves
 
 
+def run_charts(run: Run) -> list[tuple[ChartSpec, Curve, Look]]:
+    """Return every chart over steps that a run has data for."""
+    specs = (*LEADING, *evaluation_specs([run]), *part_specs([run]), *OTHERS, LAG)
+    charts = [
+        (spec, curve, Look(lead=spec in LEADING))
+        for spec in specs
+        for curve in curves_of(spec, [run])
+    ]
+    return charts + [
+        (RATIO, curve, Look(level=1.0, limits=_RATIO_LIMITS)) for curve in ratio_curves([run])
+    ]
+
+
 def _ratio_figure(runs: Sequence[Run], absent: list[str]) -> str:
     curves = ratio_curves(runs)
     if not curves:
-        absent.append(RATIO_TITLE)
+        absent.append(RATIO.title)
         return ""
     # all panels have the same axes, and the vertical one includes 1, the on-policy level
     values = [v for curve in curves for low, high in curve.bands for v in (*low, *high)]
@@ -347,15 +362,14 @@ def _ratio_figure(runs: Sequence[Run], absent: list[str]) -> str:
     steps = [step for curve in curves for step in curve.steps]
     look = Look(
         level=1.0,
-        limits=(RATIO_LIMIT, 1 / RATIO_LIMIT),
+        limits=_RATIO_LIMITS,
         x_include=(min(steps), max(steps)),
         y_include=(1.0, min(values), max(values)),
     )
-    spec = ChartSpec("ratio", RATIO_TITLE, "", scale="log", smoothed=False)
     panels = "\n".join(
         '<div class="panel">'
         + json_data(
-            chart_data(replace(spec, title=f"{RATIO_TITLE} of {curve.label}"), [curve], look),
+            chart_data(replace(RATIO, title=f"{RATIO.title} of {curve.label}"), [curve], look),
             "chart-data",
         )
         + "</div>"
@@ -363,6 +377,6 @@ def _ratio_figure(runs: Sequence[Run], absent: list[str]) -> str:
     )
     return (
         '<figure class="card panels" data-metric="ratio"><figcaption>'
-        f"<h3>{RATIO_TITLE}</h3><p>{escape(RATIO_READING)}</p>"
+        f"<h3>{RATIO.title}</h3><p>{escape(RATIO.reading)}</p>"
         f'</figcaption><div class="multiples">{panels}</div></figure>'
     )
