@@ -45,7 +45,7 @@ const ChartToolbar = (() => {
     if (numLines > MANY) parts.push(searchBox());
     const all = html("button", { type: "button" }, "show all");
     all.addEventListener("click", () => change({ hidden: new Set(), query: "" }));
-    const hint = html("span", { class: "hint" }, "drag to zoom, double click to reset; names switch lines");
+    const hint = html("span", { class: "hint help" }, "drag to zoom, double click to reset; names switch lines");
     const bar = html("div", { class: "toolbar", role: "toolbar" }, ...parts.map(([part]) => part), all, hint);
     const show = () => {
       for (const [, update] of parts) update();

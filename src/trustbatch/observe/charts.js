@@ -392,7 +392,7 @@ const Charts = (() => {
     fillTip(rows, { line, place }) {
       const isSmooth = this.model.smoothed && view.smoothing > 0;
       const head = html("div", {}, `${this.unit} ${Axes.short(line.xs[place])}`,
-        html("small", {}, isSmooth ? "moving average, and as measured" : ""));
+        html("small", {}, isSmooth ? "moving average" : ""));
       const shown = rows.slice(0, TIP_ROWS).map((row) => {
         const { series } = row.line;
         const raw = series.y[row.place], value = row.line.line[row.place];

@@ -8,7 +8,8 @@
     place: data.parentElement, model: read(data),
   }));
   if (!figures.length) return;
-  const lines = new Set(figures.flatMap(({ model }) => model.series.map((series) => series.line)));
+  const searched = figures.filter(({ model }) => !model.unfiltered);
+  const lines = new Set(searched.flatMap(({ model }) => model.series.map((series) => series.line)));
   const isSmoothed = figures.some(({ model }) => model.smoothed);
   const { bar } = ChartToolbar.make({ numLines: lines.size, isSmoothed });
   document.querySelector(".charts").before(bar);
