@@ -332,12 +332,12 @@ def test_a_live_page_in_a_browser(tmp_path: Path) -> None:
     (run / "rollouts").mkdir()
     sample = {"step": 3, "prompt": EVIL, "completion": EVIL, "answer": EVIL, "reward": 0.5}
     (run / "rollouts" / "step-000003.jsonl").write_text(json.dumps(sample) + "\n")
-    make_run(root / "other", 5, changed=10)
+    make_run(root / "folder" / "other", 5, changed=10)
     with served(root) as dashboard, chromium(tmp_path / "profile") as page:
         page.load(dashboard.url)
         # the newest is chosen
         page.wait_for("document.querySelectorAll('svg.chart path.line').length === 3")
-        assert page.evaluate(texts(".runs th[scope=row] span")) == [evil, "other"]
+        assert page.evaluate(texts(".runs th[scope=row] span")) == [evil, "folder/other"]
         assert page.evaluate(texts(".runs .chip")) == ["failed", "unknown"]
         # another beside it, over tokens too
         page.evaluate("document.querySelectorAll('.runs tbody tr')[1].click()")
@@ -347,6 +347,7 @@ def test_a_live_page_in_a_browser(tmp_path: Path) -> None:
             "steps",
             "tokens",
         ]
+        assert page.evaluate(texts(".lead .card:first-child .legend span")) == [evil, "other"]
         # new steps come by themselves, and nothing else
         add_steps(run, range(4, 11))
         points = "document.querySelector('path.line').getAttribute('d').split(',').length"

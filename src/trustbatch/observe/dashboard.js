@@ -142,7 +142,7 @@
     if (answer.clock) Charts.clocks.set(run.line, answer.clock);
     for (const { series: [added], ...model } of answer.charts) {
       if (!models.has(model.key)) models.set(model.key, model);
-      const own = { ...added, name, line: run.line, run: run.line };
+      const own = { ...added, line: run.line, run: run.line };
       run.series.set(model.key, joined(run.series.get(model.key), own));
     }
     return isNew;
@@ -177,22 +177,36 @@
   const nothing = html("p", { class: "hint" }, "Choose runs in the list to see their charts.");
   place("charts").append(html("h2", {}, "Charts"), nothing, toolbar.bar, lead, small);
 
+  // The last folder of a name where that is enough to tell the chosen runs apart.
+  function shortNames() {
+    const last = (name) => name.split("/").at(-1);
+    const lasts = [...chosen.keys()].map(last);
+    const isAlone = (name) => lasts.filter((each) => each === last(name)).length === 1;
+    return new Map([...chosen].map(([name, run]) => [run, isAlone(name) ? last(name) : name]));
+  }
+
   function showCharts(changed) {
+    const names = shortNames();
     nothing.hidden = chosen.size > 0;
     toolbar.bar.hidden = !chosen.size;
     for (const [key, model] of models) {
       const runs = [...chosen.values()].filter((run) => run.series.has(key));
-      const series = runs.map((run) => run.series.get(key));
+      const series = runs.map((run) => ({ ...run.series.get(key), name: names.get(run) }));
       const chart = mounted.get(key);
       if (!series.length) {
         chart?.remove();
         mounted.delete(key);
       } else if (!chart) {
         mounted.set(key, mount({ ...model, series }));
-      } else if (series.length !== chart.model.series.length || runs.some((run) => changed.has(run))) {
+      } else if (isOther(chart.model.series, series) || runs.some((run) => changed.has(run))) {
         chart.setData({ ...model, series });
       }
     }
+  }
+
+  function isOther(before, now) {
+    const what = (series) => JSON.stringify(series.map(({ line, name }) => [line, name]));
+    return what(before) !== what(now);
   }
 
   function mount(model) {
