@@ -1,15 +1,14 @@
 """The recipes of docs/extending.md work: applied to a copy of the package, they train together."""
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.support.rollout_files import read_rollouts, rollout_file
 from tests.test_docs import DOCS, ROOT, code_blocks, read
 
 from trustbatch.observe.run_folder import read_metrics
@@ -31,11 +30,6 @@ def apply_diff(root: Path, diff: str) -> None:
             assert line[1:] in content[place:], f"{file} has no line {line[1:]!r}"
             place = content.index(line[1:], place) + 1
     file.write_text("\n".join(content) + "\n", encoding="utf-8")
-
-
-def read_rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
-    file = folder / "rollouts" / f"step-{step:06d}.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -105,7 +99,7 @@ class TestTrained:
     def test_the_task_grades(self, trained: Path) -> None:
         for line in read_metrics(trained):
             assert 0 <= line["reward/task/mean"] <= 1
-        for row in read_rollouts(trained, 1):
+        for row in read_rollouts(rollout_file(trained, 1)):
             assert re.fullmatch(r"\d\d=", row["prompt"])
 
     def test_the_reward_is_the_weighted_sum(self, trained: Path) -> None:
@@ -115,7 +109,7 @@ class TestTrained:
 
     def test_the_engine_samples_from_each_version(self, trained: Path) -> None:
         for step in (1, 2):
-            for row in read_rollouts(trained, step):
+            for row in read_rollouts(rollout_file(trained, step)):
                 assert row["engine"] == "plain"
                 assert row["version"] == step - 1
 

@@ -236,6 +236,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.build.session import configured_task
     from trustbatch.config import load_config
     from trustbatch.evaluation.in_training import configured_suite
+    from trustbatch.observe.trackers import require_packages
     from trustbatch.plan import describe_plan
     from trustbatch.plan.hardware import find_hardware, has_gpu
     from trustbatch.plan.memory import GIB
@@ -265,6 +266,7 @@ def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
         )
     if not is_elsewhere:
         engine_info(config.rollout.engine).require()
+        require_packages(config.run.trackers)
     _check_resumable(config, task, suite, is_fitted=tokenizer is not None)
     if config.reward.terms:
         scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)

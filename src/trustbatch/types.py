@@ -160,6 +160,14 @@ class Completion:
     """of an episode, the first and the last by the policy; empty without an environment"""
     versions: Tensor | None = None
     """[n] int32, the version that sampled each token; None: all `provenance.version`"""
+    version_logp: Tensor | None = None
+    """[n] float32, the trainer's own log-probs by the version that sampled the tokens, at its
+    temperature and without truncation; measured for the ledger where rollouts wait"""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Its prompt's id and its number among the samples: unique within a step."""
+        return self.prompt_id, self.sample
 
     @property
     def num_sampled(self) -> int:

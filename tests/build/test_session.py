@@ -1,6 +1,5 @@
 """Every setting of a run reaches the code that it is meant for."""
 
-import json
 import math
 import os
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.rollout_files import read_rollouts, rollout_file
 from tests.support.sessions import train_session
 
 import trustbatch
@@ -117,8 +117,7 @@ def test_the_named_advantage_is_used(name: str, tiny_folder: Path, tmp_path: Pat
     config = config_of(tiny_folder, tmp_path, advantage={"name": name})
     session = build_session(config, Lengths())
     train_session(session)
-    lines = (tmp_path / "run" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_rollouts(rollout_file(tmp_path / "run", 1))
     rewards = torch.tensor([row["reward"] for row in rows]).reshape(2, 3)
     expected = ADVANTAGES[name](rewards).flatten().tolist()
     assert [row["advantage"] for row in rows] == pytest.approx(expected)

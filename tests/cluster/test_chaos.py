@@ -1,6 +1,5 @@
 """Clusters whose processes are killed again and again train on what undisturbed ones do."""
 
-import json
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tests.support.processes import command_line, descendants
 from tests.support.reliability import Record
+from tests.support.rollout_files import read_rollouts
 
 from trustbatch.observe.run_folder import read_metrics
 
@@ -212,9 +212,8 @@ def test_a_run_whose_trainers_are_killed_goes_on_from_its_checkpoints(
 def trained_on(run: Path) -> dict[str, list[int]]:
     """In which steps each prompt was trained on."""
     found: dict[str, list[int]] = {}
-    for file in sorted((run / "rollouts").glob("step-*.jsonl")):
-        for line in file.read_text().splitlines():
-            row = json.loads(line)
+    for file in sorted((run / "rollouts").iterdir()):
+        for row in read_rollouts(file):
             if row["sample"] == 0:
                 found.setdefault(row["prompt_id"], []).append(row["step"])
     return found

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tests.support import forked
 from tests.support.processes import LOOPBACK, actors, descendants, kill_meanwhile, listening
+from tests.support.rollout_files import rollout_text
 from tests.tasks.test_named_tasks import rows_file
 
 import trustbatch
@@ -87,7 +88,7 @@ def comparable(result: trustbatch.RunResult) -> list[dict[str, Any]]:
 
 
 def rollouts(result: trustbatch.RunResult) -> dict[str, str]:
-    return {path.name: path.read_text() for path in (result.folder / "rollouts").iterdir()}
+    return {path.name: rollout_text(path) for path in (result.folder / "rollouts").iterdir()}
 
 
 EVALUATION = {"every": 2, "suite": ["arithmetic"], "prompts": 5, "samples": 3, "max_tokens": 6}

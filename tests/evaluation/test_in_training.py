@@ -98,7 +98,7 @@ def test_a_run_is_the_same_with_and_without_evaluation(tiny_folder: Path, tmp_pa
     weights = [load_file(each.checkpoint / "model.safetensors") for each in (plain, watched)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     for file in sorted((plain.folder / "rollouts").iterdir()):
-        assert file.read_text() == (watched.folder / "rollouts" / file.name).read_text()
+        assert file.read_bytes() == (watched.folder / "rollouts" / file.name).read_bytes()
     scores = evaluated(watched.metrics)
     assert list(scores) == [0, 2, 4, 5]
     for row in scores.values():

@@ -18,7 +18,7 @@ from trustbatch.observe.charts import (
     chart_data,
     chart_figure,
     clock_data,
-    json_data,
+    embedded_json,
     series_data,
 )
 from trustbatch.observe.page_parts import html_page
@@ -90,13 +90,13 @@ def test_clocks_add_up_tokens_and_hours() -> None:
 
 
 def test_no_text_ends_the_element_of_its_data() -> None:
-    written = json_data({"name": EVIL, "half": "\ud800"}, "chart-data")
+    written = embedded_json({"name": EVIL, "half": "\ud800"}, "chart-data")
     inner = written.removeprefix('<script type="application/json" class="chart-data">')
     inner = inner.removesuffix("</script>")
     assert not set("<>&\u2028\u2029\ud800") & set(inner)
     assert json.loads(inner) == {"name": EVIL, "half": "\ud800"}
     with pytest.raises(ValueError, match="not JSON compliant"):
-        json_data(math.nan, "chart-data")
+        embedded_json(math.nan, "chart-data")
 
 
 # in a browser
@@ -328,7 +328,7 @@ def test_other_horizontal_axes(browser: OpenPage, tmp_path: Path) -> None:
     show(
         browser,
         tmp_path,
-        json_data(clocks, "clocks", "chart-clocks"),
+        embedded_json(clocks, "clocks", "chart-clocks"),
         figure_of([1.0] * 10, [2.0] * 10),
     )
     assert ticks(browser, "x")[-1] == "10"
@@ -359,7 +359,7 @@ def test_numbers_and_pictures_can_be_saved(browser: OpenPage, tmp_path: Path) ->
     plain = Curve(0, "a", [1, 2], [0.5, 0.75])
     clocks = [{"step": [1, 2], "tokens": [100, 200]}]
     figure = chart_figure(ChartSpec("key", "A/../title: <b>", ""), [plain, evil])
-    show(browser, tmp_path, json_data(clocks, "clocks", "chart-clocks"), figure)
+    show(browser, tmp_path, embedded_json(clocks, "clocks", "chart-clocks"), figure)
     press(browser, ".tools button:nth-child(3)")
     press(browser, ".tools button:nth-child(4)")
     csv, png = saved / "A-..-title-b.csv", saved / "A-..-title-b.png"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trustbatch.errors import ConfigError
-from trustbatch.observe.report import LONGEST_TEXT, default_output, final_mean, write_report
+from trustbatch.observe.report import default_output, final_mean, write_report
 from trustbatch.observe.report_charts import _medians, _shares, lag_curves
 from trustbatch.observe.report_data import read_runs
 
@@ -154,11 +154,13 @@ def test_text_of_a_run_never_becomes_markup(tmp_path: Path) -> None:
     (run / "environment.json").write_text(json.dumps({evil: {evil: evil}}))
     page = page_of(tmp_path, run, make_run(tmp_path / "b" / "script>", rows()))
     tags = [tag for tag, _, _ in page.elements]
-    assert [kind for kind, _ in page.data].count("None") == 1
+    assert [kind for kind, _ in page.data].count("None") == 2  # of the viewer, and the script
     assert "img" not in tags
     attributes = {key for _, values, _ in page.elements for key in values}
     assert not {key for key in attributes if key.startswith("on") or key == "src"}
-    assert page.all_text().count(evil) >= 15
+    assert page.all_text().count(evil) >= 4
+    (data,) = [data for kind, data in page.data if kind == "None" and data.startswith("{")]
+    assert json.loads(data)["columns"]["completion"] == [evil, evil]
     assert name in page.all_text()
     assert f"Ratio quantiles of {name}" in [chart["title"] for chart in page.charts]
     source = (tmp_path / "new/folder/report.html").read_text()
@@ -232,9 +234,9 @@ def test_the_ledger_is_drawn_by_cause_and_its_newest_step_tabled(tmp_path: Path)
             "ledger/updates/one_minus_ess": 0.025,
             "ledger/updates/ratio_mean": 1.0,
             "ledger/updates/share": 1 - share,
-            "ledger/position/0-16/one_minus_ess": 0.25,
-            "ledger/position/16-64/one_minus_ess": 0.5,
-            "ledger/position/16-64/ratio_mean": 2.0,
+            "ledger/position/0-15/one_minus_ess": 0.25,
+            "ledger/position/16-/one_minus_ess": 0.5,
+            "ledger/position/16-/ratio_mean": 2.0,
         }
     page = page_of(tmp_path, make_run(tmp_path / "a", rows()), make_run(tmp_path / "b", data))
     lag, updates = page.lines("ledger")
@@ -252,6 +254,7 @@ def test_the_ledger_is_drawn_by_cause_and_its_newest_step_tabled(tmp_path: Path)
         *("0.25", "\N{EN DASH}", '<i style="width: 35.0%"></i>'),
         *("0.5", "2", '<i style="width: 70.0%"></i>'),
     ]
+    assert re.findall(r'row">(\d[^<]*)<', ledger) == ["0 to 15", "16 and more"]
     assert "#ledger" in [v.get("href") for _, v, _ in page.elements]
     assert "ledger" not in page_of(tmp_path, tmp_path / "a").all_text()
 
@@ -399,54 +402,17 @@ def test_run_without_a_step_is_reported_and_not_drawn(tmp_path: Path) -> None:
     assert page.charts == []
 
 
-def test_completions_come_from_first_middle_and_last_file(tmp_path: Path) -> None:
-    samples = {
-        step: [{"step": step, "completion": f"text-{step}-{row}"} for row in range(12)]
-        for step in (10, 20, 30, 40, 1_000_000)
-    }
-    text = page_of(tmp_path, make_run(tmp_path / "a", rows(), samples=samples)).all_text()
-    shown = re.findall(r"text-(\d+)-(\d+)", text)
-    assert sorted({int(step) for step, _ in shown}) == [10, 30, 1_000_000]
-    assert [int(row) for step, row in shown if step == "10"] == [0, 2, 5, 8, 11]
-
-
-def test_turns_stand_under_the_name_of_who_spoke(tmp_path: Path) -> None:
-    turns = [("policy", "first guess"), ("environment", "higher"), ("policy", "second guess")]
-    said = [{"role": role, "text": words} for role, words in turns]
-    samples = {
-        1: [
-            {"step": 1, "completion": "second guess", "turns": said},
-            {"step": 1, "completion": "broken", "turns": "x"},
-            {"step": 1, "completion": "broken too", "turns": [1]},
-        ]
-    }
+def test_only_episodes_have_a_chart_of_turns(tmp_path: Path) -> None:
     metrics = {"episode/turns_mean": 1.5, "episode/turns_max": 3.0}
-    page = page_of(tmp_path, make_run(tmp_path / "a", rows(**metrics), samples=samples))
-    kinds = [str(values.get("class", "")) for tag, values, _ in page.elements if tag == "div"]
-    shown = [kind for kind in kinds if kind.startswith("turn ")]
-    assert shown == ["turn policy", "turn reply", "turn policy"]
-    text = page.all_text()
-    assert text.index("first guess") < text.index("higher") < text.index("second guess")
-    assert "broken too" in text
+    page = page_of(tmp_path, make_run(tmp_path / "a", rows(**metrics)))
     assert len(page.lines("episode/turns_mean")) == 1
     without = page_of(tmp_path, make_run(tmp_path / "b", rows()))
     assert "Turns" not in without.all_text()
 
 
-def test_odd_completions_can_be_written(tmp_path: Path) -> None:
-    odd = "half \ud800 pair, \x00 null, \u2028 break"
-    samples = {1: [{"step": 1, "completion": odd}, {"completion": "x" * (LONGEST_TEXT + 5)}]}
-    run = make_run(tmp_path / "a", rows(), samples=samples)
-    text = page_of(tmp_path, run).all_text()
-    assert "half ? pair, ␀ null, \u2028 break" in text
-    assert "x" * LONGEST_TEXT + " … 5 more characters" in text
-
-
-def test_line_separators_inside_a_completion_do_not_split_the_row(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a", rows(), samples={1: []})
-    path = run / "rollouts" / "step-000001.jsonl"
-    path.write_text('{"step": 1, "completion": "one\u2028two\x85three"}\n', encoding="utf-8")
-    assert "one\u2028two\x85three" in page_of(tmp_path, run).all_text()
+def test_a_run_without_completions_says_so(tmp_path: Path) -> None:
+    text = page_of(tmp_path, make_run(tmp_path / "a", rows())).all_text()
+    assert "No completions were saved." in text
 
 
 def test_configuration_and_environment_are_shown_or_their_absence_noted(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from trustbatch.cli import main
 from trustbatch.errors import ConfigError
 from trustbatch.observe.status import (
     LONGEST_ERROR,
+    REWARDS_KEPT,
     EngineStatus,
     RunStatus,
     StatusFile,
@@ -37,6 +38,7 @@ from trustbatch.observe.status_view import (
     judge,
     read_status,
     status_table,
+    trend,
 )
 from trustbatch.utils.terminal import plain_line
 
@@ -49,6 +51,8 @@ STATUS = RunStatus(
     waiting_for="version 3 of the weights",
     lag_counts={0: 8, 2: 24},
     one_minus_ess_by_lag={0: 1.5e-9, 2: 0.031},
+    one_minus_ess_by_cause={"updates": 0.004, "engine_and_lag": 0.0641},
+    rewards=[0.1, 0.8, 0.5],
     engines={
         "engine-0": EngineStatus(
             state="busy", busy_share=0.9, tokens_per_second=1234.5, version=3, restarts=1
@@ -227,6 +231,30 @@ def test_steps_are_counted_by_lag() -> None:
     assert status.one_minus_ess_by_lag == {}
 
 
+def test_the_last_rewards_and_the_newest_ledger_are_kept() -> None:
+    status = RunStatus(step=0, steps=99, version=0)
+    ledger = {
+        "ledger/sampling/one_minus_ess": 0.1,
+        "ledger/sampling/share": 1.0,
+        "ledger/lag/one_minus_ess": 0.0,
+        "ledger/position/0-15/one_minus_ess": 0.7,
+    }
+    status.add_step(1, {"reward/mean": 0.25} | ledger)
+    status.add_step(2, {})  # nothing graded, and no ledger
+    assert status.rewards == [0.25]
+    assert status.one_minus_ess_by_cause == {"sampling": 0.1, "lag": 0.0}
+    status.add_step(3, {"ledger/updates/one_minus_ess": 0.2})
+    assert status.one_minus_ess_by_cause == {"updates": 0.2}
+    for step in range(REWARDS_KEPT):
+        status.add_step(4 + step, {"reward/mean": float(step)})
+    assert status.rewards == [float(step) for step in range(REWARDS_KEPT)]
+
+
+def test_trends() -> None:
+    assert trend([0.0, 1.0, 0.5, 0.0]).startswith("▁█▅▁  0.000 to 1.000 ")
+    assert trend([0.5]) == trend([0.5, 0.5]) == ""
+
+
 def test_metrics_of_a_status() -> None:
     assert STATUS.metrics() == {
         "cluster/buffered_batches": 1.0,
@@ -253,8 +281,10 @@ def test_the_table_shows_everything() -> None:
         "25% 8 completions",
         "75% 24 completions",
         "1.5e-09 at lag 0   3.1e-02 at lag 2",
+        "0.500  ▁█▅  0.100 to 0.800 in the last 3 steps",
+        "off-policy by  engine and lag 0.064, updates 0.004",
         "engine-1 was killed",
-        "restarts     3",
+        "restarts       3",
     ):
         assert words in text, words
     lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("│")}
@@ -351,6 +381,35 @@ def test_watching_goes_on_until_the_run_ends(
     assert "finished" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_watching_begins_before_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_folder: bool,
+) -> None:
+    monkeypatch.setattr("trustbatch.observe.status_view.REFRESH_SECONDS", 0.01)
+    run = tmp_path / "a"
+    if has_folder:
+        run.mkdir()
+    timer = threading.Timer(0.2, lambda: write(run, record_of(state="finished")))
+    timer.start()
+    assert main(["status", str(run), "--watch"]) == 0
+    timer.join()
+    out = capsys.readouterr().out
+    assert out.count("waiting for a run to begin in") == 1
+    assert "finished" in out
+
+
+def test_watching_for_a_run_that_never_begins_can_be_interrupted(tmp_path: Path) -> None:
+    with forked.command("status", tmp_path / "a", "--watch") as process:
+        wait_for(lambda: "waiting" in process.written("stdout"), "the first line")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert "does not exist" in errors
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -398,6 +457,7 @@ def test_a_synchronous_run_has_a_status(tiny_folder: Path, tmp_path: Path) -> No
     assert record.lag_counts == {0: 6, 1: 6, 2: 18}
     assert record.one_minus_ess_by_lag.keys() == {0, 1, 2}
     assert record.one_minus_ess_by_lag[2] == result.metrics[-1]["one_minus_ess/lag_2"]
+    assert record.rewards == [line["reward/mean"] for line in result.metrics]
     (engine,) = record.engines.values()
     seconds = sum(line["time/step_seconds"] for line in result.metrics)
     tokens = sum(

@@ -14,6 +14,7 @@ import pytest
 from test_reward_terms import lengths, serving
 from tests.support.own_task import Sized, Unreliable
 from tests.support.pool_graders import Odd
+from tests.support.rollout_files import read_rollouts, rollout_file, rollout_text
 from tests.support.train_sequences import make_completion
 
 import trustbatch
@@ -21,12 +22,13 @@ from trustbatch.advantages import group_centered
 from trustbatch.batching.sequences import to_sequences
 from trustbatch.errors import ConfigError, RewardError
 from trustbatch.loops.generate import is_unequal
+from trustbatch.observe.completion_log import readable_record
 from trustbatch.observe.report import write_report
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.rewards import Scorer, rewards_of
 from trustbatch.rewards.config import RewardConfig
-from trustbatch.rollout.records import group_from_record, group_to_record, readable_record
+from trustbatch.rollout.records import group_from_record, group_to_record
 from trustbatch.tasks.arithmetic import Arithmetic
 from trustbatch.types import FinishReason, Grade, GradeStatus, Prompt, RolloutGroup
 
@@ -425,8 +427,8 @@ def test_a_run_continues_without_ungraded_completions(tiny_folder: Path, tmp_pat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         write_report([result.folder], tmp_path / "report.html")
-    for file in (result.folder / "rollouts").glob("*.jsonl"):
-        for line in file.read_text().splitlines():
+    for file in (result.folder / "rollouts").iterdir():
+        for line in rollout_text(file).splitlines():
             row = json.loads(line, parse_constant=pytest.fail)
             assert (row["reward"] is None) == ("ungraded" in row)
 
@@ -448,8 +450,7 @@ def test_a_run_continues_without_truncated_completions(tiny_folder: Path, tmp_pa
         assert 0 < num_cut < 32
         assert metrics["response/truncated_fraction"] == num_cut / 32
         assert metrics["steps/skipped"] == 0.0
-        file = result.folder / "rollouts" / f"step-{metrics['step']:06.0f}.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = read_rollouts(rollout_file(result.folder, int(metrics["step"])))
         done = [row for row in rows if row["finish_reason"] != "length"]
         assert len(rows) - len(done) == num_cut
         assert metrics["tokens/count"] == sum(row["tokens"] for row in done)

@@ -18,6 +18,7 @@ from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError, ReplyError
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_model, build_tokenizer
+from trustbatch.observe.completion_log import readable_record
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.rewards import Scorer
@@ -26,7 +27,7 @@ from trustbatch.rollout.episodes import ReplyEncoder
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
-from trustbatch.rollout.records import group_from_record, group_to_record, readable_record
+from trustbatch.rollout.records import group_from_record, group_to_record
 from trustbatch.types import (
     Completion,
     FinishReason,

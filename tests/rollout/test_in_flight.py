@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.processes import kill_meanwhile
+from tests.support.rollout_files import read_rollouts, rollout_file
 from tests.support.training_cases import make_trainer, policy_logp
 from torch import Tensor
 
@@ -25,12 +26,12 @@ from trustbatch.config import parse_config
 from trustbatch.errors import CanaryError, ConfigError, EngineError
 from trustbatch.loops.producer import refuse_too_old
 from trustbatch.models.policy import Policy
+from trustbatch.observe.completion_log import readable_record
 from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.rollout.episodes import Episode, Reply
 from trustbatch.rollout.native import engine as native_engine
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.rollout.records import readable_record
 from trustbatch.rollout.sampling import sample_key, sampling_logprobs, uniforms
 from trustbatch.training.canary import CanaryRecorder
 from trustbatch.training.lag_metrics import (
@@ -505,8 +506,7 @@ def test_a_run_spans_versions_within_the_bound_and_resumes(
 
 
 def records(result: trustbatch.RunResult, step: int) -> list[dict[str, Any]]:
-    path = result.folder / "rollouts" / f"step-{step:06}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_rollouts(rollout_file(result.folder, step))
 
 
 def assert_whole(result: trustbatch.RunResult, *, steps: int, per_step: int, max_lag: int) -> None:

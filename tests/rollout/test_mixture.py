@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.rollout_files import read_rollouts, rollout_file, rollout_text
 from transformers import PreTrainedTokenizerFast
 
 import trustbatch
@@ -310,10 +311,7 @@ def test_a_run_with_half_from_another_model(
         # a frozen policy does not fall behind
         assert line["rollout/lag_max"] == 0
     assert not any(key.startswith(f"policy/{tiny_folder}") for key in alone.metrics[0])
-    rows = [
-        json.loads(line)
-        for line in (mixed.folder / "rollouts" / "step-000006.jsonl").read_text().splitlines()
-    ]
+    rows = read_rollouts(rollout_file(mixed.folder, 6))
     assert [(row["sample"], row["policy"]) for row in rows[:4]] == [
         (0, str(tiny_folder)),
         (1, str(tiny_folder)),
@@ -340,7 +338,7 @@ def test_whose_turn_it_is_goes_on_from_step_to_step(
     run = {"rollouts_every": 1}
     result = train(tiny_folder, tmp_path, quarter, rollout=few, run=run)
     files = sorted((result.folder / "rollouts").iterdir())
-    sampled = [file.read_text().count('"policy": "other"') for file in files]
+    sampled = [rollout_text(file).count('"policy": "other"') for file in files]
     assert sampled == [1, 0, 1, 0, 1, 0]
 
 
@@ -370,8 +368,8 @@ def test_a_mixed_run_resumes_exactly(tiny_folder: Path, other_folder: Path, tmp_
         assert {k: v for k, v in one.items() if not k.startswith("time/")} == {
             k: v for k, v in two.items() if not k.startswith("time/")
         }
-    step = Path("rollouts") / "step-000006.jsonl"
-    assert (whole.folder / step).read_text() == (again.folder / step).read_text()
+    texts = [rollout_text(rollout_file(each.folder, 6)) for each in (whole, again)]
+    assert texts[0] == texts[1]
     with pytest.raises(ConfigError, match=r"rollout.policies.0.share was 0.3, now 0.4"):
         train(tiny_folder, tmp_path / "cut", [{**policies[0], "share": 0.4}])
 

@@ -70,8 +70,10 @@ class OpenPage:
             self._note(self._next(deadline, f"{address} to load"))
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of an expression of JavaScript in the page."""
-        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Return the value of an expression of JavaScript in the page; a promise is awaited."""
+        answer = self._call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -111,6 +113,12 @@ class OpenPage:
         """Write a PNG of the whole page."""
         answer = self._call("Page.captureScreenshot", captureBeyondViewport=True)
         file.write_bytes(b64decode(answer["data"]))
+
+    def press(self, key: str) -> None:
+        """Press and release a key, such as "Enter" or "a"."""
+        text = {"text": key} if len(key) == 1 else {}
+        self._call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._last_id += 1

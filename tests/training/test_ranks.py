@@ -68,6 +68,10 @@ def test_every_objective_trains_the_same_on_any_number_of_ranks(
     parameters = load_file(f"{alone}.safetensors")
     for name, tensor in load_file(f"{output}.safetensors").items():
         torch.testing.assert_close(tensor, parameters[name], rtol=1e-6, atol=1e-8)
+    tokens, recorded = (load_file(f"{each}-tokens.safetensors") for each in (alone, output))
+    assert recorded.keys() == tokens.keys()
+    for name, values in recorded.items():
+        torch.testing.assert_close(values, tokens[name], rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 CONFIG = """

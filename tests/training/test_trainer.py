@@ -197,8 +197,9 @@ def test_ranks_sum_to_the_undivided_gradient(
             )
         ]
         policy.model.zero_grad()
-        prepared = [trainer._prepare(batch, 1) for batch in batches]
-        trainer._accumulate(prepared, [], from_policy=True)
+        observer = trainer._observer(sequences, None, None)
+        prepared = [trainer._prepare(batch, 1, observer) for batch in batches]
+        trainer._accumulate(prepared, observer, from_policy=True)
         grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
         found.append(torch.cat(grads))
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6

@@ -55,7 +55,7 @@ def assert_equal(actual: list[tuple[str, Tensor]], expected: list[tuple[str, Ten
     assert {a.dtype for _, a in actual} == {e.dtype for _, e in expected}
 
 
-def eventually(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def eventually(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, what
@@ -150,14 +150,19 @@ def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
                     os.kill(os.getpid(), upset_by)
             return total
 
+        def start(self) -> None:
+            this_endpoint()
+
     # more than the sockets between two processes hold, in many buckets
     monkeypatch.setattr("trustbatch.weight_sync.buckets.BUCKET_BYTES", 2**22)
     weights = [(f"w{n}", torch.full((2**20,), float(n))) for n in range(32)]
     patient, impatient = (
-        ProcessGroupPublisher(address=HOST, seconds=seconds) for seconds in (300.0, 2.0)
+        ProcessGroupPublisher(address=HOST, seconds=seconds) for seconds in (300.0, 5.0)
     )
     remote: Any = ray.remote(Taker)
     dead, silent, sound = (remote.remote() for _ in range(3))
+    # processes that start beside busy others take long, which the deadlines below are not about
+    ray.get([engine.start.remote() for engine in (dead, silent, sound)], timeout=120)
     for publisher, engine, manner in (
         (patient, dead, signal.SIGKILL),  # seen at once
         (impatient, silent, signal.SIGSTOP),  # seen at the deadline

@@ -52,8 +52,8 @@ class MicroBatch:
     """[T]; None where it is the same as `behavior_logp`"""
     anchor_top_logp: Tensor | None
     """[T, K]"""
-    policies: tuple[str, ...]
-    """[B] name of the policy that sampled each sequence"""
+    completions: tuple[Completion, ...]
+    """[B] what each sequence was made from, in host memory"""
     version: Tensor
     """[T] version of that policy's weights when it sampled each token"""
     source: Tensor
@@ -64,6 +64,16 @@ class MicroBatch:
     """[T, K] likewise"""
     reference_logp: Tensor | None = None
     """[T] of the reference policy; filled in by the trainer if there is one"""
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """[B] name of the policy that sampled each sequence."""
+        return tuple(completion.provenance.policy for completion in self.completions)
+
+    def by_completion(self, values: Tensor) -> dict[tuple[str, int], Tensor]:
+        """Return the part of values [T, ...] that belongs to each completion, by its key."""
+        parts = values.split([completion.num_sampled for completion in self.completions])
+        return {each.key: part for each, part in zip(self.completions, parts, strict=True)}
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Move every tensor to a device."""
@@ -157,7 +167,7 @@ def _build(
         behavior_top_logp=_cat(completions, "behavior_top_logp", torch.float32, top),
         anchor_logp=_anchors(completions, "logp") if has_anchor else None,
         anchor_top_logp=_anchors(completions, "top_logp", top) if has_anchor and top else None,
-        policies=tuple(completion.provenance.policy for completion in completions),
+        completions=tuple(completions),
         version=torch.cat([none.long(), *(each.version_of_token for each in completions)]),
         source=torch.cat([none.long(), *(_source(each, sources) for each in completions)]),
     )

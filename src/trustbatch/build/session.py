@@ -31,6 +31,7 @@ from trustbatch.loops.session import Session
 from trustbatch.loops.sources import BatchSource, SyncSource
 from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import ReadOnlyRunFolder, RunFolder
+from trustbatch.observe.trackers import require_packages
 from trustbatch.rewards import GroupScorer, Scorer, SharedScorer
 from trustbatch.rollout.engine import Engines
 from trustbatch.rollout.registry import engine_info
@@ -54,6 +55,7 @@ def build_session(config: Config, task: Task | None = None) -> Session:
     """
     if engine_info(config.rollout.engine).expandable_segments:
         enable_expandable_segments()
+    require_packages(config.run.trackers)
     task = configured_task(config) if task is None else task
     suite = configured_suite(config.evaluation)
     task = without_overlap(task, [each.task for each in suite])

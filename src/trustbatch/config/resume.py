@@ -1,15 +1,15 @@
 """Whether a run folder belongs to a configuration: a run may be resumed with few changes."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from trustbatch.checkpoints.load import CONFIG_FILE, list_checkpoints
 from trustbatch.config.loading import load_config
 from trustbatch.config.tree import Config
 from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import RunFolder
+from trustbatch.utils.tables import flatten
 
 STEPS = "training.steps"
 LEFT_OUT = re.compile(r"task(\.parts\.\d+)?\.leave_out")
@@ -40,10 +40,10 @@ def _refuse_changes(config: Config, file: Path, what: str) -> None:
     """Raise an error that starts with `what` if a stored configuration may not become this one."""
     # parsed, so that a key this version has added counts as its default
     try:
-        before = _flatten(load_config(file).to_dict())
+        before = flatten(load_config(file).to_dict())
     except ConfigError as error:
         raise ConfigError(f"{file} can't be read, so the run can't go on: {error}") from error
-    now = _flatten(config.to_dict())
+    now = flatten(config.to_dict())
     may_change = [*Config.changeable_keys()]
     if config.objective.options.get("ess_scope") != "micro_batch":
         may_change += MICRO_BATCHING_KEYS
@@ -68,15 +68,3 @@ def _refuse_changes(config: Config, file: Path, what: str) -> None:
 
 def _is_below(key: str, others: Iterable[str]) -> bool:
     return any(key == other or key.startswith(f"{other}.") for other in others)
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
-            value = {str(number): item for number, item in enumerate(value)}
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

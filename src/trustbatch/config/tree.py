@@ -127,8 +127,15 @@ class Config(Table):
 
     @property
     def anchor_temperature(self) -> float | None:
-        """Temperature of the distribution that the objective pulls to; None without such a pull."""
-        return self.policy_temperature if self.objective.build().needs_anchor else None
+        """Temperature of the model's log-probs that engines record beside those sampled from.
+
+        None where nothing uses them: no pull of the objective, and no ledger.
+        """
+        for_ledger = (
+            self.run.ledger_every and engine_info(self.rollout.engine).records_anchor_freely
+        )
+        needs_anchor = for_ledger or self.objective.build().needs_anchor
+        return self.policy_temperature if needs_anchor else None
 
     def version_for(self, batch: int) -> int:
         """Return the version that samples a batch (from 1): the oldest within `max_lag`.

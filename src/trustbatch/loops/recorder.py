@@ -7,7 +7,9 @@ from torch import Tensor
 
 from trustbatch.loops.session import Session
 from trustbatch.loops.sources import BatchSource
+from trustbatch.observe.completion_log import logged_groups, readable_records, with_tokens
 from trustbatch.observe.progress import Progress
+from trustbatch.training.observation import Observation
 from trustbatch.types import RolloutBatch, RolloutGroup
 
 
@@ -25,16 +27,39 @@ class Recorder:
         """Evaluate the policy before its first step."""
         self.session.evaluation.before_first_step(self.session.state.step)
 
+    def observation(self, batch: RolloutBatch) -> Observation:
+        """Return what the coming step shall report of its tokens."""
+        run, num_steps = self.session.config.run, self.session.config.training.steps
+        step = self.session.state.step + 1
+        recorded = []
+        if run.logs_rollouts(step, num_steps):
+            recorded = with_tokens(logged_groups(batch.groups, run), run)
+        return Observation(
+            ledger=run.has_ledger(step, num_steps),
+            recorded=frozenset(completion.key for completion in recorded),
+        )
+
     def record(
-        self, batch: RolloutBatch, advantages: Tensor, metrics: dict[str, float]
+        self,
+        batch: RolloutBatch,
+        advantages: Tensor,
+        metrics: dict[str, float],
+        observation: Observation,
     ) -> dict[str, float]:
         """Evaluate, write, save and show what is due; returns the metrics with the evaluation's."""
         session, config, step = self.session, self.session.config, self.session.state.step
         metrics = metrics | session.evaluation.after_step(step)
-        session.run.write_metrics(step, metrics)
         is_last = step == config.training.steps
-        if step % config.run.rollouts_every == 0 or step == 1 or is_last:
-            session.run.write_rollouts(step, batch.groups, advantages)
+        if config.run.logs_rollouts(step, config.training.steps):
+            records = readable_records(
+                logged_groups(batch.groups, config.run),
+                advantages,
+                step=step,
+                columns=observation.tokens,
+                tokenizer=session.policy.tokenizer,
+            )
+            session.run.write_rollouts(step, records)
+        session.run.write_metrics(step, metrics)  # they close the step for the trackers
         # asked of rank 0 alone: ranks may be asked at different moments
         self.is_stopping = not is_last and self.source.broadcast(session.is_asked_to_stop())
         if step % config.run.checkpoint_every == 0 or is_last or self.is_stopping:

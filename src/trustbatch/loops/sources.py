@@ -1,13 +1,17 @@
 """Where the loop's batches come from: what a source is, and the one that takes turns with it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
+
+from torch import Tensor
 
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.loops.generate import BatchGenerator
 from trustbatch.loops.session import Session
 from trustbatch.observe.status import StepStatus
-from trustbatch.types import RolloutBatch
+from trustbatch.training.trainer import Trainer
+from trustbatch.types import Completion, RolloutBatch, RolloutGroup, TrainSequence
 from trustbatch.utils.distributed import from_rank_zero
 
 
@@ -81,6 +85,11 @@ class SyncSource:
         self._status.generating()
         while len(state.pending) <= num_ahead:
             batch, state.cursor = self._generator.generate(self.session.engine, state.cursor)
+            trained_at = state.step + len(state.pending) + 1
+            if state.pending and config.run.has_ledger(trained_at, config.training.steps):
+                # this version's own log-probs, which nobody can compute when it is trained on
+                with self.session.engine_asleep():
+                    batch = with_version_logp(batch, self.session.trainer, version=state.step)
             state.pending.append(batch)
             self._num_tokens += batch.num_tokens
         batch = state.pending.popleft()
@@ -103,3 +112,41 @@ class SyncSource:
 
     def close(self) -> None:
         """Nothing is under way."""
+
+
+def with_version_logp(batch: RolloutBatch, trainer: Trainer, *, version: int) -> RolloutBatch:
+    """Add the trainer's log-probs to what its policy has just sampled at `version`. Collective."""
+
+    def is_current(completion: Completion) -> bool:
+        is_own = completion.provenance.policy == trainer.policy.name
+        # groups that dynamic sampling left over are older
+        return is_own and completion.all_versions == [version]
+
+    logp = trainer.logprobs(
+        [
+            TrainSequence(
+                prompt_token_ids=group.prompt_token_ids, completion=completion, advantage=0.0
+            )
+            for group in batch.groups
+            for completion in group.completions
+            if is_current(completion)
+        ]
+    )
+
+    def added(group: RolloutGroup) -> RolloutGroup:
+        completions = [
+            replace(each, version_logp=_of_all_tokens(each, logp[each.key]))
+            if each.key in logp
+            else each
+            for each in group.completions
+        ]
+        return replace(group, completions=tuple(completions))
+
+    return replace(batch, groups=[added(group) for group in batch.groups])
+
+
+def _of_all_tokens(completion: Completion, values: Tensor) -> Tensor:
+    """Return values [num_sampled] of the policy's tokens as [n], with 0 for the environment's."""
+    if completion.sampled is None:
+        return values
+    return values.new_zeros(len(completion.token_ids)).masked_scatter(completion.sampled, values)

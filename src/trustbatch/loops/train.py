@@ -30,7 +30,8 @@ def train(session: Session, source: BatchSource, recorder: Recorder) -> dict[str
         timer.mark_training()
         with session.engine_asleep(), memory_advice(config, session.task, "train"):
             sequences = to_sequences(batch.groups, advantages)
-            updated = session.trainer.train(sequences, version=state.step)
+            observation = recorder.observation(batch)
+            updated = session.trainer.train(sequences, version=state.step, observation=observation)
         state.step += 1
         # weights -> engines
         published = session.publish(version=state.step)
@@ -38,6 +39,6 @@ def train(session: Session, source: BatchSource, recorder: Recorder) -> dict[str
 
         metrics = batch.metrics | measured | updated | published | timer.metrics(batch.groups)
         metrics |= source.after_step(metrics)
-        metrics = recorder.record(batch, advantages, metrics)
+        metrics = recorder.record(batch, advantages, metrics, observation)
     recorder.finish()
     return metrics

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from trustbatch.objectives.estimators import RatioMoments, effective_sample_size
 
+ROUNDING = 1e-12
+"""variance of log-ratios that differ from 0 by float32's rounding alone"""
+
 
 class Metric(Protocol):
     """The interface of a metric."""
@@ -142,6 +145,49 @@ class EffectiveSampleSize(OneMinusEss):
         """Return e and 1 - e; without any token e is 0."""
         ess = float(effective_sample_size(self.moments))
         return {name: ess, f"one_minus_{name}": 1.0 - ess}
+
+
+@dataclass(frozen=True)
+class LogRatioPart:
+    """A part of the log-ratios l, alone: 1-ESS and mean of its ratios, and its share of Var(l).
+
+    The share is Cov(part, l) / Var(l), so the shares of parts that add up to l add up to 1.
+    """
+
+    moments: RatioMoments
+    sums: Tensor
+    """[5] float64: of 1, part, l, part l and l^2"""
+    over_steps = staticmethod(_average)
+
+    @classmethod
+    def of(cls, part: Tensor, log_ratio: Tensor) -> "LogRatioPart":
+        """Sum over tokens [T]."""
+        part, log_ratio = part.double(), log_ratio.double()
+        products = (
+            torch.ones_like(part),
+            part,
+            log_ratio,
+            part * log_ratio,
+            log_ratio.square(),
+        )
+        return cls(RatioMoments.of(part), torch.stack([each.sum() for each in products]))
+
+    def merge(self, other: "LogRatioPart") -> "LogRatioPart":
+        """Pool two samples."""
+        return LogRatioPart(self.moments + other.moments, self.sums + other.sums)
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return NAME/one_minus_ess, NAME/ratio_mean and, unless l is rounding, NAME/share."""
+        count, part, log_ratio, product, square = self.sums.tolist()
+        if not count:
+            return {}
+        covariance = product / count - part * log_ratio / count**2
+        variance = square / count - (log_ratio / count) ** 2
+        found = {
+            f"{name}/one_minus_ess": 1.0 - float(effective_sample_size(self.moments)),
+            f"{name}/ratio_mean": float(self.moments.ratio_sum) / count,
+        }
+        return found | ({f"{name}/share": covariance / variance} if variance > ROUNDING else {})
 
 
 @dataclass(frozen=True)

@@ -316,18 +316,20 @@ const Charts = (() => {
 
     listNames() {
       const listed = this.model.series.filter((series) => isFound(series, this.model));
-      const key = JSON.stringify([listed.map((series) => [series.line, series.name, this.remark(series)]),
-        [...view.hidden]]);
-      if (key === this.listed) return;
+      const key = JSON.stringify(listed.map((series) => [series.line, series.name]));
+      // the items stay: one that is replaced between press and release would lose its click
+      if (key !== this.listed) {
+        this.names.replaceChildren(...listed.map((series) => html("li", {
+          "data-line": series.line, role: "button", tabindex: "0",
+          title: `${series.name}: a click hides or shows it, a double click shows it alone`,
+        }, swatch(series.line), html("span", {}, series.name), html("small"))));
+      }
       this.listed = key;
-      const active = document.activeElement;
-      const focused = this.names.contains(active) ? active.dataset.line : null;
-      this.names.replaceChildren(...listed.map((series) => html("li", {
-        "data-line": series.line, role: "button", tabindex: "0",
-        "aria-pressed": String(!view.hidden.has(series.line)),
-        title: `${series.name}: a click hides or shows it, a double click shows it alone`,
-      }, swatch(series.line), html("span", {}, series.name), html("small", {}, this.remark(series)))));
-      if (focused) this.names.querySelector(`[data-line="${focused}"]`)?.focus();
+      listed.forEach((series, place) => {
+        const item = this.names.children[place];
+        item.setAttribute("aria-pressed", String(!view.hidden.has(series.line)));
+        item.lastChild.textContent = this.remark(series);
+      });
     }
 
     remark(series) {

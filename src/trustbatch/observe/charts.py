@@ -86,7 +86,7 @@ class Look:
 
 def chart_figure(spec: ChartSpec, curves: Sequence[Curve], look: Look | None = None) -> str:
     """Return a chart with its title and how to read it; the page's script draws it."""
-    data = json_data(chart_data(spec, curves, look), "chart-data")
+    data = embedded_json(chart_data(spec, curves, look), "chart-data")
     reading = f"<p>{escape(spec.reading)}</p>" if spec.reading else ""
     return (
         f'<figure class="card" data-metric="{escape(spec.key)}">'
@@ -154,13 +154,19 @@ def clock_data(steps: Values, tokens: Values, seconds: Values) -> dict[str, list
     return {key: value for key, value in clock.items() if value}
 
 
-def json_data(value: object, kind: str, name: str = "") -> str:
-    """Return JSON for the page's script, in which no text can end the element or be markup."""
+def embedded_json(value: object, kind: str = "", name: str = "") -> str:
+    """Return an element with a value that a script of the page reads.
+
+    Everything beyond ASCII is escaped, a lone surrogate included, and so is what could end the
+    element or begin another.
+    """
     written = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         written = written.replace(character, f"\\u{ord(character):04x}")
-    named = f' id="{escape(name)}"' if name else ""
-    return f'<script type="application/json" class="{escape(kind)}"{named}>{written}</script>'
+    marks = "".join(
+        f' {mark}="{escape(value)}"' for mark, value in (("class", kind), ("id", name)) if value
+    )
+    return f'<script type="application/json"{marks}>{written}</script>'
 
 
 def style_classes(line: int) -> str:

@@ -274,7 +274,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_run(name: str, rows: list[dict[str, Any]]) -> Run:
-    return Run(name=name, rows=rows, config={}, config_text="", environment={}, samples=[])
+    return Run(name=name, rows=rows, config={}, config_text="", environment={}, rollout_files=[])
 
 
 def _step_row(line: bytes) -> dict[str, Any] | None:

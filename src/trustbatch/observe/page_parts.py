@@ -33,12 +33,15 @@ DASH = "\N{EN DASH}"
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 
 
-def html_page(*, title: str, header: str, sections: Sequence[str], style: str = "") -> str:
+def html_page(
+    *, title: str, header: str, sections: Sequence[str], style: str = "", script: str = ""
+) -> str:
     """Return a self-contained page that may not access the network.
 
-    `title` is text, `header` and `sections` are HTML, `style` is added to the stylesheet.
+    `title` is text, `header` and `sections` are HTML, `style` and `script` are added to those of
+    all pages.
     """
-    script = "\n" + "".join(map(asset, (*CHART_SCRIPTS, "report.js")))
+    script = "\n" + "".join(map(asset, (*CHART_SCRIPTS, "report.js"))) + script
     policy = POLICY.format(digest=_digest(script))
     return "\n".join(
         [

@@ -7,13 +7,13 @@ reaches the page.
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from trustbatch.errors import ConfigError
 from trustbatch.observe.charts import swatch
 from trustbatch.observe.page_parts import (
     DASH,
     as_bytes,
+    asset,
     details,
     figure,
     flatten,
@@ -23,12 +23,12 @@ from trustbatch.observe.page_parts import (
     text,
 )
 from trustbatch.observe.report_charts import charts_section
-from trustbatch.observe.report_data import Run, SampleFile, distinct_names, read_runs
+from trustbatch.observe.report_data import Run, distinct_names, read_runs
 from trustbatch.observe.report_ledger import ledger_section
 from trustbatch.observe.status import ENGINE_METRICS
+from trustbatch.observe.viewer import viewer
 from trustbatch.utils.files import write_atomically
 
-LONGEST_TEXT = 4000
 LONGEST_NAME = 80
 """of the runs in the name of a report's file"""
 _WARNING_COUNTS = {
@@ -62,7 +62,6 @@ _POLICY_HEADINGS = {
 }
 """heading and the last part of the metric"""
 _ENGINE_HEADINGS = {"Tokens/s": "tokens_per_second", "Busy share": "busy_share"}
-_SAMPLE_HEADINGS = ("Prompt", "Completion", "Answer", "Reward", "Advantage", "Ending", "Sampled by")
 
 
 def write_report(run_folders: Sequence[Path], output: Path, opening: str = "") -> Path:
@@ -113,6 +112,8 @@ def render_report(runs: Sequence[Run], opening: str = "") -> str:
         title=f"{title} · trustbatch report",
         header=f"<h1>{text(title)}</h1><p>trustbatch run report</p><nav>{links}</nav>",
         sections=list(filled.values()),
+        style=asset("viewer.css"),
+        script=asset("viewer_tokens.js") + asset("viewer.js"),
     )
 
 
@@ -230,86 +231,19 @@ def _means_table(
 
 
 def _completions_section(runs: Sequence[Run]) -> str:
-    blocks = "\n".join(_run_samples(index, run) for index, run in enumerate(runs))
-    return (
-        '<section id="completions"><h2>Sampled completions</h2><p class="hint">Rows picked evenly '
-        "from the first, the middle and the last file of completions of each run.</p>\n"
-        f"{blocks}</section>"
+    policies = "\n".join(
+        details(index, run.name, _policy_table(run))
+        for index, run in enumerate(runs)
+        if run.policies
     )
-
-
-def _run_samples(index: int, run: Run) -> str:
-    inner = _policy_table(run) + "\n".join(sample_table(sample) for sample in run.samples)
-    return details(index, run.name, inner or "<p>No completions were saved.</p>")
+    return f'<section id="completions"><h2>Completions</h2>\n{policies}{viewer(runs)}</section>'
 
 
 def _policy_table(run: Run) -> str:
     """Return what each policy contributed, where second policies sampled some completions."""
-    if not run.policies:
-        return ""
     return "<h4>Policies <small>means over the last tenth of the steps</small></h4>" + _means_table(
         run, "Policy", run.policies, "policy/", _POLICY_HEADINGS
     )
-
-
-def sample_table(sample: SampleFile) -> str:
-    """Return a few completions of one step with their rewards and provenance."""
-    heads = "".join(
-        f'<th scope="col"{numeric(heading in ("Reward", "Advantage"))}>{heading}</th>'
-        for heading in _SAMPLE_HEADINGS
-    )
-    rows = "\n".join(map(_sample_row, sample.rows))
-    step = sample.rows[0].get("step", DASH) if sample.rows else DASH
-    return (
-        f'<h4>Step {text(step)} <small>{text(sample.name)}</small></h4><div class="scroll">'
-        f'<table class="samples"><thead><tr>{heads}</tr></thead>\n'
-        f"<tbody>\n{rows}\n</tbody></table></div>"
-    )
-
-
-def _sample_row(row: dict[str, Any]) -> str:
-    ending = f"{text(_known(row, 'finish_reason'))}<br>{figure(row.get('tokens'))} tokens"
-    origin = [
-        f"{_known(row, 'policy')} · version {_known(row, 'version')}",
-        f"{_known(row, 'engine')} · {_known(row, 'precision')}",
-        f"T {_known(row, 'temperature')} · top-p {_known(row, 'top_p')} · "
-        f"top-k {_known(row, 'top_k')}",
-        f"mean logp {figure(row.get('mean_behavior_logp'))} ({_known(row, 'logprob_mode')})",
-    ]
-    return (
-        f'<tr><td class="long"><small>{text(_known(row, "prompt_id"))}</small>'
-        f"<pre>{_cut(row.get('prompt', ''))}</pre></td>"
-        f'<td class="long">{_completion(row)}</td>'
-        f'<td class="answer">{_cut(_known(row, "answer"))}</td>'
-        f'<td class="number">{figure(row.get("reward"))}</td>'
-        f'<td class="number">{figure(row.get("advantage"))}</td>'
-        f'<td>{ending}</td><td class="origin">{"<br>".join(map(text, origin))}</td></tr>'
-    )
-
-
-def _completion(row: dict[str, Any]) -> str:
-    """Return the completion, or the turns of an episode with their roles."""
-    turns = row.get("turns")
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        return f"<pre>{_cut(row.get('completion', ''))}</pre>"
-    return "".join(
-        f'<div class="turn {"policy" if turn.get("role") == "policy" else "reply"}">'
-        f"<small>{text(_known(turn, 'role'))}</small><pre>{_cut(turn.get('text', ''))}</pre></div>"
-        for turn in turns
-    )
-
-
-def _known(row: dict[str, Any], key: str) -> Any:
-    value = row.get(key)
-    return DASH if value is None else value
-
-
-def _cut(value: object) -> str:
-    shown = str(value)
-    more = len(shown) - LONGEST_TEXT
-    if more <= 0:
-        return text(shown)
-    return f'{text(shown[:LONGEST_TEXT])}<span class="more"> … {more:,} more characters</span>'
 
 
 def _settings_section(runs: Sequence[Run]) -> str:

@@ -14,7 +14,7 @@ from trustbatch.observe.charts import (
     chart_data,
     chart_figure,
     clock_data,
-    json_data,
+    embedded_json,
 )
 from trustbatch.observe.report_data import Run
 from trustbatch.training.lag_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG
@@ -231,7 +231,7 @@ def charts_section(runs: Sequence[Run]) -> str:
 
 def clocks_of(runs: Sequence[Run]) -> str:
     """Return when each run had trained on how many tokens, for charts over tokens and hours."""
-    return json_data([clock_of(run) for run in runs], "clocks", "chart-clocks")
+    return embedded_json([clock_of(run) for run in runs], "clocks", "chart-clocks")
 
 
 def clock_of(run: Run) -> dict[str, list[float]]:
@@ -368,7 +368,7 @@ def _ratio_figure(runs: Sequence[Run], absent: list[str]) -> str:
     )
     panels = "\n".join(
         '<div class="panel">'
-        + json_data(
+        + embedded_json(
             chart_data(replace(RATIO, title=f"{RATIO.title} of {curve.label}"), [curve], look),
             "chart-data",
         )

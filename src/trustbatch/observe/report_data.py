@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,17 +13,10 @@ from trustbatch.errors import ConfigError
 from trustbatch.observe.status import ENGINE_METRICS
 from trustbatch.training.lag_metrics import values_by_lag
 
-SAMPLES_PER_FILE = 5
 _LARGEST_DRAWN = 1e300  # the difference of two larger values overflows
+_GZIP = 31  # zlib's number for data with gzip's header
+_CHUNK_BYTES = 1 << 16
 _MISSING = object()
-
-
-@dataclass(frozen=True)
-class SampleFile:
-    """A few rows of one file of completions."""
-
-    name: str
-    rows: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +28,8 @@ class Run:
     config: dict[str, Any]
     config_text: str
     environment: dict[str, Any]
-    samples: list[SampleFile]
+    rollout_files: list[Path]
+    """of completions, in the order of their steps; `read_rollouts` reads one"""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -153,9 +148,21 @@ def read_run(folder: Path, name: str) -> Run:
         config=config,
         config_text=config_text,
         environment=_read_environment(folder / "environment.json", problems),
-        samples=_read_samples(folder / "rollouts"),
+        rollout_files=_find_rollouts(folder / "rollouts"),
         problems=problems,
     )
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """Return the completions in a file, without those that a killed run left incomplete."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []  # a run that goes on may have removed its oldest file
+    if path.suffix == ".gz":
+        data = _decompress(data)
+    parsed = map(_parse_object, _lines(data.decode("utf-8", errors="replace")))
+    return [row for row in parsed if row is not None]
 
 
 def _is_evaluation(row: Mapping[str, Any]) -> bool:
@@ -170,7 +177,7 @@ def _metric(row: Mapping[str, Any], key: str) -> Any:
 
 def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Return one row per step; of a repeated step the last row."""
-    lines = _lines(path)
+    lines = _lines(_text(path))
     by_step: dict[float, dict[str, Any]] = {}
     damaged = 0
     for index, line in enumerate(lines):
@@ -207,26 +214,27 @@ def _read_environment(path: Path, problems: list[str]) -> dict[str, Any]:
     return found or {}
 
 
-def _read_samples(folder: Path) -> list[SampleFile]:
-    """Return rows of the first, the middle and the last file of completions."""
-    files = sorted(folder.glob("step-*.jsonl"), key=lambda path: (len(path.name), path.name))
-    if not files:
-        return []
-    chosen = dict.fromkeys((files[0], files[len(files) // 2], files[-1]))
-    return [SampleFile(path.name, _spread(_read_rows(path))) for path in chosen]
+def _find_rollouts(folder: Path) -> list[Path]:
+    """Return one file of completions per step, the compressed one where a step has two."""
+    found = sorted(folder.glob("step-*.jsonl")) + sorted(folder.glob("step-*.jsonl.gz"))
+    by_step = {path.name.split(".")[0]: path for path in found if path.is_file()}
+    return [by_step[step] for step in sorted(by_step, key=lambda step: (len(step), step))]
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    parsed = (_parse_object(line) for line in _lines(path))
-    return [row for row in parsed if row is not None]
-
-
-def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Pick rows evenly: neighboring rows have the same prompt, so the first few show only one."""
-    if len(rows) <= SAMPLES_PER_FILE:
-        return rows
-    last = len(rows) - 1
-    return [rows[last * place // (SAMPLES_PER_FILE - 1)] for place in range(SAMPLES_PER_FILE)]
+def _decompress(data: bytes) -> bytes:
+    """Return what can be read of gzip data: a killed run leaves an incomplete file."""
+    parts: list[bytes] = []
+    while data:
+        member = zlib.decompressobj(wbits=_GZIP)
+        start = 0
+        try:
+            while start < len(data) and not member.eof:
+                parts.append(member.decompress(data[start : start + _CHUNK_BYTES]))
+                start += _CHUNK_BYTES
+        except zlib.error:
+            break
+        data = member.unused_data + data[start:]
+    return b"".join(parts)
 
 
 def _parse_object(text: str) -> dict[str, Any] | None:
@@ -242,6 +250,6 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(text: str) -> list[str]:
     # Not splitlines(): a completion may hold U+2028, which JSON does not escape.
-    return [line for line in _text(path).split("\n") if line.strip()]
+    return [line for line in text.split("\n") if line.strip()]

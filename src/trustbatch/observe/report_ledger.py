@@ -5,19 +5,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trustbatch.observe.charts import ChartSpec, Curve, Look, chart_data, json_data, swatch
+from trustbatch.observe.charts import ChartSpec, Curve, Look, chart_data, embedded_json, swatch
 from trustbatch.observe.page_parts import details, figure, text
 from trustbatch.observe.report_data import Run, number
+from trustbatch.training.ledger import CAUSES
 
-CAUSES = {
-    "sampling": "sampling settings",
-    "engine": "engine",
-    "lag": "lag",
-    "engine_and_lag": "engine and lag",
-    "updates": "updates",
-    "other_policies": "other policies",
-}
-"""the causes of a ledger, and what they are called"""
 _FIRST_LINE = 96
 """a number of lines above that of any run, with the first color and no dashes"""
 _BINS = {"position": "Position", "probability": "Probability"}
@@ -55,10 +47,10 @@ def newest_ledger(run: Run) -> Mapping[str, Any] | None:
 def ledger_curves(index: int, run: Run) -> list[Curve]:
     """Return 1-ESS by cause."""
     curves = []
-    for place, (cause, name) in enumerate(CAUSES.items()):
+    for place, cause in enumerate(CAUSES):
         steps, values = run.series(f"ledger/{cause}/one_minus_ess")
         if any(map(math.isfinite, values)):
-            curves.append(Curve(_FIRST_LINE + place, name, steps, values, run=index))
+            curves.append(Curve(_FIRST_LINE + place, _words(cause), steps, values, run=index))
     return curves
 
 
@@ -71,7 +63,7 @@ def _charts(index: int, run: Run) -> str:
         return ""
     # the search for runs must not hide causes
     look = Look(marked=len(curves[0].steps) < 30, unfiltered=True)
-    data = json_data(chart_data(spec, curves, look), "chart-data")
+    data = embedded_json(chart_data(spec, curves, look), "chart-data")
     return f'<div class="ledger-chart" data-metric="ledger">{data}</div>'
 
 
@@ -86,12 +78,12 @@ def _tables(row: Mapping[str, Any]) -> str:
 def _causes(row: Mapping[str, Any]) -> str:
     rows = [
         (
-            f"{swatch(_FIRST_LINE + place)}<span>{text(name)}</span>",
+            f"{swatch(_FIRST_LINE + place)}<span>{text(_words(cause))}</span>",
             row.get(f"ledger/{cause}/one_minus_ess"),
             row.get(f"ledger/{cause}/ratio_mean"),
             row.get(f"ledger/{cause}/share"),
         )
-        for place, (cause, name) in enumerate(CAUSES.items())
+        for place, cause in enumerate(CAUSES)
         if any(key.startswith(f"ledger/{cause}/") for key in row)
     ]
     return _bar_table(("Cause", "1-ESS", "E[r]", "Share"), rows, whole=1.0)
@@ -104,9 +96,19 @@ def _bins(row: Mapping[str, Any], kind: str) -> str:
     for name in names:
         value = row[f"ledger/{kind}/{name}/one_minus_ess"]
         ratio = row.get(f"ledger/{kind}/{name}/ratio_mean")
-        rows.append((text(name.replace("-", " to ")), value, ratio, value))
+        rows.append((text(_range(name)), value, ratio, value))
     largest = max((number(row[3]) for row in rows), default=math.nan)
     return _bar_table((_BINS[kind], "1-ESS", "E[r]", ""), rows, whole=largest)
+
+
+def _words(cause: str) -> str:
+    return cause.replace("_", " ")
+
+
+def _range(name: str) -> str:
+    """Return a bin such as "16-63" in words; the last one of positions has no end."""
+    low, _, high = name.partition("-")
+    return f"{low} to {high}" if high else f"{low} and more"
 
 
 def _bar_table(

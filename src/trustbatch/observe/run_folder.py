@@ -1,11 +1,13 @@
 """The run folder: configuration, environment, metrics, samples of completions, checkpoints."""
 
+import gzip
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
@@ -13,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trustbatch.errors import CheckpointError
 from trustbatch.observe.config import RunConfig
-from trustbatch.observe.event_file import EventFile
 from trustbatch.observe.status import NoStatusFile, StatusFile
-from trustbatch.rollout.records import readable_record
-from trustbatch.types import RolloutGroup
+from trustbatch.observe.trackers import Trackers
+from trustbatch.observe.trackers.base import TrackedRun
 from trustbatch.utils.files import AppendedFile, lock_folder, naming, write_atomically
 from trustbatch.utils.terminal import LiveLine
 
 METRICS_FILE = "metrics.jsonl"
+ROLLOUT_FILES = "step-[0-9]*.jsonl*"
+MEGABYTE = 1e6
 MAX_RANGES = 5
 """of lines or steps that a sentence names"""
 
@@ -66,14 +68,20 @@ class RunFolder:
         environment = json.dumps(describe_environment(), indent=2)
         write_atomically(self.path / "environment.json", environment + "\n")
         (self.path / "rollouts").mkdir(exist_ok=True)
-        for path in (self.path / "rollouts").glob("step-[0-9]*.jsonl"):
-            if path.stem > f"step-{step:06d}":
+        for path in (self.path / "rollouts").glob(ROLLOUT_FILES):
+            if path.name.split(".")[0] > f"step-{step:06d}":
                 path.unlink()
         kept = self._repair_metrics(step)
         write_atomically(self._metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         self._metrics = AppendedFile(self._metrics_file)
-        first = step + 1 if step else 0
-        self._events = EventFile(self.path / "tensorboard", first_step=first)
+        tracked = TrackedRun(
+            name=self.table.name,
+            folder=self.path,
+            toml=self.resolved,
+            config=tomllib.loads(self.resolved),
+            step=step,
+        )
+        self._trackers = Trackers(self.table.trackers, tracked, kept)
 
     def _repair_metrics(self, step: int) -> list[dict[str, Any]]:
         """Return the lines up to a step; says what is broken or missing, and keeps a copy of it.
@@ -102,36 +110,38 @@ class RunFolder:
         return [by_step[number] for number in sorted(by_step)]
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line to metrics.jsonl and the same numbers to TensorBoard."""
+        """Append one line to metrics.jsonl, and send the same numbers to the trackers."""
         self._metrics.write(json.dumps({"step": step, **metrics}).encode() + b"\n")
-        self._events.add(step, metrics)
+        self._trackers.log(step, metrics)
 
     def sync(self) -> None:
         """Wait until the metrics are on the disk: a checkpoint must not be ahead of them."""
         self._metrics.sync()
 
-    def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Tensor) -> None:
-        """Write the first completions of a batch, group by group, so that they can be compared."""
-        rows = [
-            readable_record(
-                group,
-                sample,
-                step=step,
-                advantage=float(advantages[number, sample]),
-            )
-            for number, group in enumerate(groups)
-            for sample in range(len(group.completions))
-        ]
-        lines = [json.dumps(row) + "\n" for row in rows[: self.table.rollouts_logged]]
-        file = self.path / "rollouts" / f"step-{step:06d}.jsonl"
+    def write_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write completions of a step, one record each, and keep the size of all files bounded."""
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        file = self.path / "rollouts" / f"step-{step:06d}.jsonl.gz"
         with naming(file):
-            file.write_text("".join(lines), encoding="utf-8")
+            # no time in the header: the same run writes the same bytes
+            file.write_bytes(gzip.compress(lines.encode(), mtime=0))
+        self._thin_rollouts()
+        self._trackers.log_completions(step, records)
+
+    def _thin_rollouts(self) -> None:
+        """Delete every second file while all are too large; the first and the newest stay."""
+        limit = self.table.rollouts_megabytes * MEGABYTE
+        files = sorted((self.path / "rollouts").glob(ROLLOUT_FILES))
+        while len(files) > 2 and sum(file.stat().st_size for file in files) > limit:
+            for file in files[1:-1:2]:
+                file.unlink()
+            files = [file for file in files if file.exists()]
 
     def close(self) -> None:
         """Flush and close all files, and unlock the folder."""
         self.status.close()
         self._metrics.close()
-        self._events.close()
+        self._trackers.finish(self.status.state)
         self._lock.close()
 
     @property
@@ -201,7 +211,7 @@ class ReadOnlyRunFolder(RunFolder):
     def sync(self) -> None:
         """Rank 0 does it."""
 
-    def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Tensor) -> None:
+    def write_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Rank 0 does it."""
 
     def close(self) -> None:

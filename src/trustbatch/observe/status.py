@@ -1,7 +1,9 @@
 """status.json: the current state of a run, for `trustbatch status` in another terminal."""
 
 import json
+import math
 import os
+import re
 import socket
 import threading
 import time
@@ -23,6 +25,10 @@ from trustbatch.utils.files import write_atomically
 FILE_NAME = "status.json"
 LONGEST_ERROR = 2000
 ENGINE_METRICS = "cluster/engine/"
+LEDGER_METRIC = re.compile(r"ledger/(\w+)/one_minus_ess")
+"""of a cause; those of positions and probabilities have a range in their names"""
+REWARDS_KEPT = 40
+"""steps whose mean rewards are shown as a trend"""
 STEPS_AVERAGED = 10
 """steps over which `StepStatus` averages speeds and busy shares"""
 
@@ -69,6 +75,10 @@ class RunStatus:
     """completions trained on since the start of this process, by lag"""
     one_minus_ess_by_lag: dict[int, float] = field(default_factory=dict)
     """the latest value for each lag"""
+    one_minus_ess_by_cause: dict[str, float] = field(default_factory=dict)
+    """the latest of the ledger, which not every step has"""
+    rewards: list[float] = field(default_factory=list)
+    """mean rewards of the last steps since the start of this process, the newest last"""
     engines: dict[str, EngineStatus] = field(default_factory=dict)
     reward_workers: dict[str, WorkerStatus] = field(default_factory=dict)
     trainer_busy_share: float = 0.0
@@ -87,6 +97,15 @@ class RunStatus:
             # the whole batch has one lag and one policy, so there is no metric per lag
             self.one_minus_ess_by_lag[0] = metrics["one_minus_ess"]
         self.one_minus_ess_by_lag |= values_by_lag(metrics, ONE_MINUS_ESS_BY_LAG)
+        causes = {
+            match[1]: value
+            for name, value in metrics.items()
+            if (match := LEDGER_METRIC.fullmatch(name))
+        }
+        self.one_minus_ess_by_cause = causes or self.one_minus_ess_by_cause
+        reward = metrics.get("reward/mean", math.nan)  # absent where nothing was graded
+        if math.isfinite(reward):
+            self.rewards = [*self.rewards, reward][-REWARDS_KEPT:]
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a step with a cluster, in addition to the trainer's."""
@@ -164,6 +183,11 @@ class StatusFile:
                     target=self._keep_writing, name="status file", daemon=True
                 )
                 self._writer.start()
+
+    @property
+    def state(self) -> RunState:
+        """How the run is, or has ended; one without a status has failed at its start."""
+        return self._record.state if self._record else "failed"
 
     def close(self, state: RunState = "stopped", error: str = "") -> None:
         """Write how the run ended; later calls, and calls without any update, do nothing."""

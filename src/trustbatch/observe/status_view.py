@@ -4,7 +4,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,7 @@ SILENT_AFTER = 30.0
 REFRESH_SECONDS = 1.0
 BAR_WIDTH = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEVELS = "▁▂▃▄▅▆▇█"
 _STYLES = {
     "running": "bold green",
     "finished": "bold green",
@@ -119,6 +121,7 @@ def show_status(console: Console, folder: Path) -> Verdict:
 
 def watch_status(console: Console, folder: Path) -> Verdict:
     """Show the status of a run repeatedly, until it ends or the user interrupts."""
+    _wait_for_status(console, folder)
     record = read_status(folder)
     verdict = judge(record)
     with Live(status_table(folder, record, verdict), console=console, auto_refresh=False) as live:
@@ -131,6 +134,17 @@ def watch_status(console: Console, folder: Path) -> Verdict:
         except KeyboardInterrupt:  # stops watching, not the run
             pass
     return verdict
+
+
+def _wait_for_status(console: Console, folder: Path) -> None:
+    """Wait until a run has begun; if the user interrupts, `read_status` says what is missing."""
+    file = folder / FILE_NAME
+    if file.is_file():
+        return
+    console.print(f"waiting for a run to begin in {plain_line(str(folder))}", markup=False)
+    with suppress(KeyboardInterrupt):
+        while not file.is_file():
+            time.sleep(REFRESH_SECONDS)
 
 
 def status_table(folder: Path, record: StatusRecord, verdict: Verdict) -> RenderableType:
@@ -147,6 +161,8 @@ def status_table(folder: Path, record: StatusRecord, verdict: Verdict) -> Render
     rows.add_column(style="cyan", no_wrap=True)
     rows.add_column()
     rows.add_row("step", _step(record, is_running=is_running))
+    if record.rewards:
+        rows.add_row("reward", f"{record.rewards[-1]:.3f}  {trend(record.rewards)}".rstrip())
     waiting = f"{record.buffered_batches} of {record.buffer_room} batches waiting"
     rows.add_row(
         "buffer", waiting if record.buffer_room else "none: generation and training alternate"
@@ -161,6 +177,8 @@ def status_table(folder: Path, record: StatusRecord, verdict: Verdict) -> Render
     rows.add_row("lag", _lags(record.lag_counts) if record.lag_counts else "nothing trained yet")
     if record.one_minus_ess_by_lag:
         rows.add_row("1-ESS", _ess(record.one_minus_ess_by_lag))
+    if record.one_minus_ess_by_cause:
+        rows.add_row("off-policy by", Text(_causes(record.one_minus_ess_by_cause)))
     rows.add_row("restarts", str(record.restarts))
     if record.last_error:
         rows.add_row("last error", Text(plain_line(record.last_error), style="red"))
@@ -199,6 +217,14 @@ def _ess(by_lag: Mapping[int, float]) -> str:
     return "   ".join(f"{value:.1e} at lag {lag}" for lag, value in sorted(by_lag.items()))
 
 
+def _causes(by_cause: Mapping[str, float]) -> str:
+    """Return the 1-ESS of each cause, the largest first."""
+    ordered = sorted(by_cause.items(), key=lambda each: -each[1])
+    return ", ".join(
+        f"{plain_line(cause).replace('_', ' ')} {value:.2g}" for cause, value in ordered
+    )
+
+
 def _workers(kind: str, workers: Mapping[str, WorkerStatus], *, is_running: bool) -> Table:
     table = Table()
     table.add_column(kind)
@@ -219,6 +245,16 @@ def bar(share: float) -> str:
     """Return a bar in eighths of a character; a positive share has at least one."""
     eighths = max(round(share * BAR_WIDTH * 8), 1 if share > 0 else 0)
     return _EIGHTHS[8] * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def trend(values: Sequence[float]) -> str:
+    """Return a character per value, between the lowest and the highest, and these two."""
+    low, high = min(values), max(values)
+    if low == high:
+        return ""
+    levels = [round((value - low) / (high - low) * (len(_LEVELS) - 1)) for value in values]
+    line = "".join(_LEVELS[level] for level in levels)
+    return f"{line}  {low:.3f} to {high:.3f} in the last {len(values)} steps"
 
 
 def percent(share: float) -> str:

@@ -116,6 +116,8 @@ class EngineInfo:
     """generation and training need torch's expandable segments on a GPU"""
     sleep_key: ClassVar[str | None] = None
     """key that lets it free its GPU memory during training"""
+    records_anchor_freely: ClassVar[bool] = False
+    """can always record the anchor's log-probs, at little cost, whatever the objective needs"""
     gpus_key: ClassVar[str | None] = None
     """key that sets how many GPUs one engine uses"""
 

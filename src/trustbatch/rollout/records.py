@@ -1,7 +1,5 @@
-"""Rollouts as JSON records: lossless ones for checkpoints, and readable ones for reports."""
+"""Rollouts as JSON records from which they can be restored, for checkpoints."""
 
-import math
-from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -46,42 +44,6 @@ def group_from_record(record: dict[str, Any]) -> RolloutGroup:
     )
 
 
-def readable_record(
-    group: RolloutGroup, sample: int, *, step: int, advantage: float
-) -> dict[str, Any]:
-    """Return one completion with its reward and provenance, for rollouts/*.jsonl and reports."""
-    completion, grade = group.completions[sample], group.grades[sample]
-    num_sampled = completion.num_sampled
-    behavior_logp = completion.of_policy(completion.behavior_logp)
-    record = {
-        "step": step,
-        "prompt_id": group.prompt.id,
-        "sample": sample,
-        "prompt": group.prompt.text,
-        "completion": completion.text,
-        "answer": group.prompt.answer,
-        "reward": _number(grade.reward),
-        "advantage": _number(advantage),
-        **({"parts": dict(grade.parts)} if grade.parts else {}),
-        **({"ungraded": f"{grade.status}: {grade.reason}"} if grade.reason else {}),
-        "finish_reason": str(completion.finish_reason),
-        "tokens": num_sampled,
-        "mean_behavior_logp": float(behavior_logp.mean()),
-        **asdict(completion.provenance),
-    }
-    if completion.versions is not None:
-        record["tokens_by_version"] = Counter(completion.version_of_token.tolist())
-    if completion.turns:
-        record["environment_tokens"] = len(completion.token_ids) - num_sampled
-        record["turns"] = [asdict(turn) for turn in completion.turns]
-    return record
-
-
-def _number(value: float) -> float | None:
-    """Return None for NaN, which JSON does not have."""
-    return None if math.isnan(value) else value
-
-
 def _completion_to_record(completion: Completion) -> dict[str, Any]:
     record = {
         name: value.tolist() if isinstance(value, Tensor) else value
@@ -98,6 +60,7 @@ def _completion_from_record(record: dict[str, Any]) -> Completion:
     top_ids, top_logp = record.get("top_token_ids"), record.get("behavior_top_logp")
     anchor_logp, anchor_top = record.get("anchor_logp"), record.get("anchor_top_logp")
     sampled, versions = record.get("sampled"), record.get("versions")
+    version_logp = record.get("version_logp")
     return Completion(
         prompt_id=record["prompt_id"],
         sample=record["sample"],
@@ -115,4 +78,5 @@ def _completion_from_record(record: dict[str, Any]) -> Completion:
             Turn(role=Role(turn["role"]), text=turn["text"]) for turn in record.get("turns", ())
         ),
         versions=None if versions is None else torch.tensor(versions, dtype=torch.int32),
+        version_logp=None if version_logp is None else torch.tensor(version_logp),
     )

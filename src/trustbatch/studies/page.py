@@ -19,8 +19,7 @@ from trustbatch.observe.page_parts import (
     settings_block,
     text,
 )
-from trustbatch.observe.report import sample_table
-from trustbatch.observe.report_data import SampleFile
+from trustbatch.observe.report_data import read_rollouts
 from trustbatch.studies.charts import (
     BAND_READING,
     Colors,
@@ -39,6 +38,7 @@ from trustbatch.studies.results import (
     StudyRun,
     read_study,
 )
+from trustbatch.studies.samples import sample_table
 from trustbatch.studies.tables import (
     SUMMARY_FILE,
     Column,
@@ -262,11 +262,11 @@ def _completions_section(results: StudyResults, colors: Colors) -> str:
     """Show completions of each arm's end: numbers alone don't explain why a reward fell."""
     blocks = []
     for arm in results.arms:
-        run = next((run for run in arm.runs if run.run and run.run.samples), None)
+        run = next((run for run in arm.runs if run.run and run.run.rollout_files), None)
         if run is None or run.run is None:
             continue
-        last = run.run.samples[-1]
-        table = sample_table(SampleFile(last.name, last.rows[:SAMPLES_SHOWN]))
+        last = run.run.rollout_files[-1]
+        table = sample_table(last.name, read_rollouts(last)[:SAMPLES_SHOWN])
         blocks.append(_of_arm(arm, colors, f", seed {run.seed}", table))
     if not blocks:
         return ""

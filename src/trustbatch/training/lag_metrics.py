@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 COMPLETIONS_BY_LAG = "rollout/completions/lag_"
 ONE_MINUS_ESS_BY_LAG = "one_minus_ess/lag_"
+RATIO_MEAN_BY_LAG = "ratio/mean/lag_"
 """prefixes: the name of a metric ends in the lag"""
 
 

@@ -13,7 +13,7 @@ from trustbatch.batching.micro_batches import MicroBatch
 from trustbatch.objectives import TokenBatch
 from trustbatch.objectives.estimators import RatioMoments
 from trustbatch.objectives.metrics import Mean, Metrics, OneMinusEss
-from trustbatch.training.lag_metrics import ONE_MINUS_ESS_BY_LAG
+from trustbatch.training.lag_metrics import ONE_MINUS_ESS_BY_LAG, RATIO_MEAN_BY_LAG
 from trustbatch.types import TrainSequence
 
 
@@ -35,13 +35,18 @@ def lags_of(sequences: Sequence[TrainSequence], *, policy: str, version: int) ->
 
 
 def lag_ratios(tokens: TokenBatch, batch: MicroBatch, *, policy: str, version: int) -> Metrics:
-    """Return 1-ESS per lag of the tokens that `policy` sampled; other policies have no lag."""
+    """Return 1-ESS and mean ratio per lag of the tokens that `policy` sampled.
+
+    Tokens of other policies have no lag.
+    """
     is_own = _is_sampled_by(tokens, batch.policies, policy)
     lag = version - batch.version
-    return {
-        f"{ONE_MINUS_ESS_BY_LAG}{each}": OneMinusEss(_moments(tokens, is_own & (lag == each)))
-        for each in lag[is_own].unique().tolist()
-    }
+    metrics: Metrics = {}
+    for each in lag[is_own].unique().tolist():
+        moments = _moments(tokens, is_own & (lag == each))
+        metrics[f"{ONE_MINUS_ESS_BY_LAG}{each}"] = OneMinusEss(moments)
+        metrics[f"{RATIO_MEAN_BY_LAG}{each}"] = Mean(moments.ratio_sum, moments.count)
+    return metrics
 
 
 @torch.no_grad()

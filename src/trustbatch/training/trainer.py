@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,12 +18,12 @@ from trustbatch.training.activation_budget import ActivationBudget
 from trustbatch.training.config import TrainingConfig
 from trustbatch.training.layers import compile_layers, recompute_layers
 from trustbatch.training.logprobs import EntropyUse, token_logprobs
+from trustbatch.training.observation import Observation, TokenObserver
 from trustbatch.training.optimizer import (
     build_optimizer,
     learning_rate_factor,
     set_learning_rate,
 )
-from trustbatch.training.ratio_metrics import lag_ratios, lags_of, policy_ratios
 from trustbatch.training.sharding import refuse_useless_offload
 from trustbatch.types import TrainSequence
 from trustbatch.utils.distributed import (
@@ -36,7 +36,6 @@ from trustbatch.utils.distributed import (
 
 MAX_CONSECUTIVE_SKIPS = 5
 """optimizer steps without a usable gradient after which training stops"""
-_Measure = Callable[[TokenBatch, MicroBatch], Metrics]
 
 
 class Trainer:
@@ -75,60 +74,91 @@ class Trainer:
         self.num_consecutive_skips = 0
 
     def train(
-        self, sequences: Sequence[TrainSequence], *, version: int | None = None
+        self,
+        sequences: Sequence[TrainSequence],
+        *,
+        version: int | None = None,
+        observation: Observation | None = None,
     ) -> dict[str, float]:
         """Update the policy on one batch of rollouts; returns the metrics of all its steps.
 
-        With the current `version` of the policy, the ratios are also reported per lag.
+        With the current `version` of the policy, the ratios are also reported per lag. What an
+        `observation` wants of the tokens is added to it.
         """
         if not sequences:  # no completion of the batch was graded
             num_skipped = self.config.passes * self.config.mini_batches
             self.num_optimizer_steps += num_skipped
             return {"steps/skipped": float(num_skipped)}
         steps: list[Metrics] = []
-        measures = self._ratio_measures(sequences, version)
+        observer = self._observer(sequences, version, observation)
         for pass_number in range(self.config.passes):
             seed = f"{self.seed}:{self.num_optimizer_steps}:{pass_number}"
             parts = [  # one per optimizer step
-                micro_batches(
-                    part,
-                    max_tokens=self.config.micro_batch_tokens,
-                    pad_token_id=self.policy.pad_token_id,
-                    packs=self._packs,
-                    may_share_prompts=self._may_share_prompts,
-                    rank=this_rank(),
-                    num_ranks=num_ranks(),
-                )
+                self._micro_batches(part)
                 for part in mini_batches(sequences, self.config.mini_batches, seed=seed)
             ]
             # the proximal policy is the one at the start of the pass, so this precedes all steps
-            prepared = [[self._prepare(batch, len(parts)) for batch in part] for part in parts]
-            steps += [self._optimizer_step(part, measures) for part in prepared]
+            prepared = [
+                [self._prepare(batch, len(parts), observer) for batch in part] for part in parts
+            ]
+            steps += [self._optimizer_step(part, observer) for part in prepared]
+            observer.end_pass()
+        observer.finish()
         return average_over_steps(steps)
 
-    def _ratio_measures(
-        self, sequences: Sequence[TrainSequence], version: int | None
-    ) -> list[_Measure]:
-        """Return the metrics per policy and per lag, where the batch has several of them."""
-        measures: list[_Measure] = []
-        name = self.policy.name
-        if len({sequence.completion.provenance.policy for sequence in sequences}) > 1:
-            measures.append(lambda tokens, batch: policy_ratios(tokens, batch.policies))
-        if version is not None and lags_of(sequences, policy=name, version=version) - {0}:
-            measures.append(functools.partial(lag_ratios, policy=name, version=version))
-        return measures
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> dict[tuple[str, int], Tensor]:
+        """Return the policy's log-probs of the sampled tokens of each completion. Collective."""
+        found: dict[tuple[str, int], Tensor] = {}
+        for batch in self._micro_batches(sequences):
+            batch = batch.to(self.policy.device)
+            logp = token_logprobs(self.policy, batch, temperature=self.policy_temperature).logp
+            found |= batch.by_completion(logp.cpu())
+        return {key: value for part in all_gather(found) for key, value in part.items()}
 
-    def _optimizer_step(
-        self, batches: Sequence[MicroBatch], measures: Sequence[_Measure]
-    ) -> Metrics:
+    def _observer(
+        self,
+        sequences: Sequence[TrainSequence],
+        version: int | None,
+        observation: Observation | None,
+    ) -> TokenObserver:
+        """Return what follows the tokens; knows those to be recorded as they are now."""
+        wanted = observation or Observation()
+        observer = TokenObserver(
+            wanted,
+            self.objective,
+            sequences,
+            policy=self.policy.name,
+            version=version,
+            temperature=self.policy_temperature,
+        )
+        recorded = [each for each in sequences if each.completion.key in wanted.recorded]
+        # with one update their only step shows it, and for a ledger all tokens are evaluated
+        if recorded and self.config.mini_batches > 1 and not observer.wants_initial:
+            observer.keep_initial(self.logprobs(recorded))
+        return observer
+
+    def _micro_batches(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
+        """Return this rank's part of the forward passes over some sequences."""
+        return micro_batches(
+            sequences,
+            max_tokens=self.config.micro_batch_tokens,
+            pad_token_id=self.policy.pad_token_id,
+            packs=self._packs,
+            may_share_prompts=self._may_share_prompts,
+            rank=this_rank(),
+            num_ranks=num_ranks(),
+        )
+
+    def _optimizer_step(self, batches: Sequence[MicroBatch], observer: TokenObserver) -> Metrics:
         """Accumulate the gradient of all micro-batches, then take one step if it is finite."""
         from_policy = self.objective.totals_need_policy
-        totals, outputs = self._accumulate(batches, measures, from_policy=from_policy)
+        totals, outputs = self._accumulate(batches, observer, from_policy=from_policy)
         counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
         if counted != int(totals.num_tokens):
             # the policy itself gave a non-finite log-prob, which the data alone does not show
             self.optimizer.zero_grad(set_to_none=True)
-            totals, outputs = self._accumulate(batches, measures, from_policy=True)
+            totals, outputs = self._accumulate(batches, observer, from_policy=True)
         parameters = [parameter for _, parameter in self.policy.trained_parameters()]
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip))
         loss = all_reduce_sum(torch.stack([output.loss.detach() for output in outputs]).sum())
@@ -146,7 +176,7 @@ class Trainer:
         return metrics
 
     def _accumulate(
-        self, batches: Sequence[MicroBatch], measures: Sequence[_Measure], *, from_policy: bool
+        self, batches: Sequence[MicroBatch], observer: TokenObserver, *, from_policy: bool
     ) -> tuple[Totals, list[ObjectiveOutput]]:
         """Add up the gradient of all micro-batches, each weighted by the totals of the step."""
         held = self._hold(batches) if from_policy or len(batches) == 1 else {}
@@ -158,8 +188,7 @@ class Trainer:
                 tokens = self._forward(batch)
             output = self.objective(tokens, totals)
             output.loss.backward()
-            for measure in measures:
-                output.metrics.update(measure(tokens, batch))
+            output.metrics.update(observer.measure(tokens, batch, totals))
             outputs.append(output)
             del tokens  # frees its graph before the next forward pass
         return totals, outputs
@@ -240,19 +269,28 @@ class Trainer:
             proximal_top_logp=proximal_top_logp if top_logp is not None else None,
         )
 
-    def _prepare(self, batch: MicroBatch, steps_in_pass: int) -> MicroBatch:
+    def _prepare(
+        self, batch: MicroBatch, steps_in_pass: int, observer: TokenObserver
+    ) -> MicroBatch:
         """Move a batch to the device, and fill in the log-probs that stay fixed during a pass."""
         batch = batch.to(self.policy.device)
-        needs_snapshot = self.objective.needs_proximal and steps_in_pass > 1
+        wants_initial = observer.wants_initial
+        needs_snapshot = steps_in_pass > 1 and (self.objective.needs_proximal or wants_initial)
         temperature, with_top = self.policy_temperature, self.objective.needs_top_logp
         fixed: dict[str, Tensor | None] = {}
         with torch.no_grad():
             if needs_snapshot:
                 proximal = token_logprobs(
-                    self.policy, batch, temperature=temperature, with_top=with_top
+                    self.policy,
+                    batch,
+                    temperature=temperature,
+                    with_top=with_top and self.objective.needs_proximal,
                 )
-                fixed["proximal_logp"] = proximal.logp
-                fixed["proximal_top_logp"] = proximal.top_logp
+                if wants_initial:
+                    observer.keep_initial(batch.by_completion(proximal.logp))
+                if self.objective.needs_proximal:
+                    fixed["proximal_logp"] = proximal.logp
+                    fixed["proximal_top_logp"] = proximal.top_logp
             if self.reference is not None:
                 reference = token_logprobs(self.reference, batch, temperature=temperature)
                 fixed["reference_logp"] = reference.logp

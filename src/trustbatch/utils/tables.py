@@ -124,3 +124,16 @@ def _not_in_list(tables: list[Any], key: str) -> ConfigError:
         f"{key} is a list of {len(tables)} tables: name one by its index from 0, and a key of it, "
         f"as in --{key}.0.key=value."
     )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a tree of tables with dotted keys; those of a list of tables have its numbers."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+            value = {str(number): item for number, item in enumerate(value)}
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

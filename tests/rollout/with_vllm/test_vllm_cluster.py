@@ -1,6 +1,5 @@
 """vLLM in the engine pool: real Ray, real vLLM (its CPU build), a real tiny model."""
 
-import json
 import os
 import signal
 import threading
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.processes import command_line, descendants
+from tests.support.rollout_files import read_rollouts
 
 from trustbatch.api import train_config
 from trustbatch.config import parse_config
@@ -56,9 +56,9 @@ def test_engines_with_vllm_sample_beside_the_trainer_and_survive_kills(
     folder = killed[0][0].strip(b"\0").rpartition(b"\0")[2]
     assert not Path(os.fsdecode(folder)).exists(), "files of the vLLM that was killed"
     # 4 prompts a step with 2 samples each: none is lost and none comes twice
-    lines = [line for path in result.folder.glob("rollouts/*") for line in path.open()]
-    assert len({json.loads(line)["prompt_id"] for line in lines}) == 4 * STEPS
-    assert len(lines) == 2 * 4 * STEPS
+    rows = [row for file in result.folder.glob("rollouts/*") for row in read_rollouts(file)]
+    assert len({row["prompt_id"] for row in rows}) == 4 * STEPS
+    assert len(rows) == 2 * 4 * STEPS
     # on a CPU in float32 both engines compute the same probabilities, up to rounding
     checked = [each[CHECKED] for each in result.metrics if CHECKED in each]
     assert len(checked) >= 3

@@ -19,6 +19,7 @@ from trustbatch.models.policy import Policy
 from trustbatch.objectives import OBJECTIVES, build_objective
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.training.config import TrainingConfig
+from trustbatch.training.observation import Observation
 from trustbatch.training.sharding import shard
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import Completion, GenerationRequest, SamplingParams, TrainSequence
@@ -42,19 +43,29 @@ def main(model: str, output: str) -> None:
         batches = make_batches(initial)
         initial.model.double()
         metrics: dict[str, list[dict[str, float]]] = {}
+        tokens: dict[str, torch.Tensor] = {}
         parameters: dict[str, torch.Tensor] = {}
         for name, options in VARIANTS.items():
             for number, settings in enumerate(SETTINGS):
                 key = f"{name} {number}"
                 policy = copy.deepcopy(initial)
                 trainer = make_trainer(policy, name.split()[0], options, settings)
-                metrics[key] = [trainer.train(batch, version=2) for batch in batches]
+                metrics[key] = []
+                for batch in batches:
+                    wanted = observation_of(batch)
+                    metrics[key].append(trainer.train(batch, version=2, observation=wanted))
+                    tokens |= {
+                        f"{key} {len(metrics[key])} {completion} {column}": values
+                        for completion, columns in wanted.tokens.items()
+                        for column, values in columns.items()
+                    }
                 parameters[key] = torch.cat(
                     [weight.flatten() for _, weight in policy.named_weights()]
                 )
         if this_rank() == 0:
             Path(f"{output}.json").write_text(json.dumps(metrics), encoding="utf-8")
             save_file(parameters, f"{output}.safetensors")
+            save_file(tokens, f"{output}-tokens.safetensors")
 
 
 def make_trainer(
@@ -75,6 +86,12 @@ def make_trainer(
     )
     objective = build_objective(name, **options)  # type: ignore[arg-type]
     return Trainer(policy, objective, config, policy_temperature=1.0, seed=0, reference=reference)
+
+
+def observation_of(batch: list[TrainSequence]) -> Observation:
+    """Want the ledger, and the tokens of every other completion."""
+    recorded = frozenset(sequence.completion.key for sequence in batch[::2])
+    return Observation(ledger=True, recorded=recorded)
 
 
 def make_batches(policy: Policy) -> list[list[TrainSequence]]:

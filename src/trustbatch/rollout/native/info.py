@@ -17,6 +17,7 @@ class NativeInfo(EngineInfo):
     supports_in_flight = True
     one_per_rank = True
     expandable_segments = True
+    records_anchor_freely = True
 
     def build(self, policy: "Policy", settings: EngineSettings) -> RolloutEngine:
         """Build the engine; with prompts_per_call it gets a few prompts at a time."""
