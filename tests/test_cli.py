@@ -64,6 +64,13 @@ def test_report_of_two_runs(
     page = tmp_path / "both.html"
     assert main(["report", *runs, "--output", str(page)]) == 0
     assert page.read_text().startswith("<!DOCTYPE html>")
+    own = (tmp_path / "runs" / "a" / "report.html").read_bytes()
+    capsys.readouterr()
+    assert main(["report", *runs]) == 0
+    together = tmp_path / "runs" / "report-a-b.html"
+    assert capsys.readouterr().out.strip() == str(together)
+    assert "<h1>2 runs</h1>" in together.read_text()
+    assert (tmp_path / "runs" / "a" / "report.html").read_bytes() == own
 
 
 def test_dry_run_prints_config_and_plan_and_trains_nothing(

@@ -75,5 +75,11 @@ def test_quickstart_compares_and_reports(
     assert len(results["rows"]) == 8
     page = (tmp_path / "report.html").read_text()
     assert all(row["run"] in page for row in results["rows"])
+    opening = page[page.index("<main>") : page.index('<section id="summary">')]
+    assert re.search(r"<h2>Reward after 2 steps from 0\.\d{3}</h2>", opening)
+    for row in results["rows"]:
+        accuracy = f"{row['final']['mean_reward']:.3f} +- {row['final']['standard_error']:.3f}"
+        assert f'<td>{row["objective"]}</td><td class="number">{accuracy}</td>' in opening
+        assert accuracy in out
     stale = load_config(tmp_path / "mismatched-p3o-seed0" / "config.toml")
     assert (stale.rollout.temperature, stale.rollout.lag) == (1.2, 4)

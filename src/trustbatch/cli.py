@@ -19,6 +19,14 @@ from trustbatch.errors import ConfigError, TrustbatchError
 from trustbatch.inspection.command import add_inspect, inspect_command
 from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_info, engine_names
 from trustbatch.studies.command import add_study_arguments
+from trustbatch.utils.arguments import (
+    at_least_one,
+    gib,
+    names,
+    not_negative,
+    port,
+    probability,
+)
 from trustbatch.utils.system_errors import explain
 from trustbatch.utils.terminal import plain_line
 
@@ -86,6 +94,8 @@ def _run(arguments: list[str]) -> int:
         return _report(options.runs, options.output)
     if options.command == "status":
         return _status(Path(options.run), watch=options.watch)
+    if options.command == "dashboard":
+        return _dashboard(Path(options.folder), options.port)
     if options.command == "eval":
         return _eval(options, overrides)
     if options.command == "compare":
@@ -106,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_doctor(commands)
     add_inspect(commands)
-    _add_report_and_status(commands)
+    _add_pages_and_status(commands)
     _add_eval(commands)
     _add_compare(commands)
     study = commands.add_parser(
@@ -119,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         "quickstart", help="a few minutes on a CPU: tiny model, P3O beside GRPO, report"
     )
     quickstart.add_argument("--folder", default="runs/quickstart", help="where results go")
-    quickstart.add_argument("--steps", type=_at_least_one, default=60, help="of each run")
+    quickstart.add_argument("--steps", type=at_least_one, default=60, help="of each run")
     quickstart.add_argument("--seed", type=int, default=0, help="of the model and all runs")
     return parser
 
@@ -136,11 +146,11 @@ def _add_train(commands: Commands) -> None:
     )
     train.add_argument(
         "--gpus",
-        type=_at_least_one,
+        type=at_least_one,
         help="with --dry-run: number of GPUs to plan for; default: those of this machine",
     )
     train.add_argument(
-        "--gpu-memory", type=_gib, metavar="GIB", help="with --dry-run: memory of each GPU"
+        "--gpu-memory", type=gib, metavar="GIB", help="with --dry-run: memory of each GPU"
     )
 
 
@@ -154,17 +164,20 @@ def _add_doctor(commands: Commands) -> None:
     doctor.add_argument("config", help="TOML file, as for train; nothing is trained or written")
     doctor.add_argument(
         "--tokens",
-        type=_at_least_one,
+        type=at_least_one,
         default=2048,
         help="tokens to sample and recompute; default: 2048",
     )
     doctor.add_argument("--json", help="file for everything that was measured")
 
 
-def _add_report_and_status(commands: Commands) -> None:
+def _add_pages_and_status(commands: Commands) -> None:
     report = commands.add_parser("report", help="write one HTML page about some runs")
     report.add_argument("runs", nargs="+", help="run folders, e.g. runs/a runs/b")
-    report.add_argument("--output", help="the HTML file; default: report.html of the first run")
+    report.add_argument(
+        "--output",
+        help="the HTML file; default: report.html in a run's folder, report-A-B.html beside two",
+    )
     status = commands.add_parser(
         "status",
         help="how a run is doing, from another terminal",
@@ -172,6 +185,11 @@ def _add_report_and_status(commands: Commands) -> None:
     )
     status.add_argument("run", help="run folder, e.g. runs/a")
     status.add_argument("--watch", action="store_true", help="keep showing it until it ends")
+    dashboard = commands.add_parser("dashboard", help="a live page about all runs of a folder")
+    dashboard.add_argument("folder", nargs="?", default="runs", help="default: runs")
+    dashboard.add_argument(
+        "--port", type=port, default=0, help="of 127.0.0.1; default: one that is free"
+    )
 
 
 def _add_eval(commands: Commands) -> None:
@@ -184,7 +202,7 @@ def _add_eval(commands: Commands) -> None:
     evaluation.add_argument(
         "models", nargs="+", help="run, checkpoint, folder, .gguf file, smollm2, or hub name"
     )
-    evaluation.add_argument("--suite", type=_names, default=[], help="tasks: aime24,amc23")
+    evaluation.add_argument("--suite", type=names, default=[], help="tasks: aime24,amc23")
     evaluation.add_argument("--task", help="one task, or a .jsonl/.parquet; default: arithmetic")
     evaluation.add_argument("--data", help="folder with NAME.jsonl.gz of each named task")
     evaluation.add_argument(
@@ -192,19 +210,19 @@ def _add_eval(commands: Commands) -> None:
     )
     evaluation.add_argument("--engine", choices=engine_names(), default=DEFAULT_ENGINE)
     evaluation.add_argument(
-        "--samples", type=_at_least_one, help="per problem; default: 16, at temperature 0: 1"
+        "--samples", type=at_least_one, help="per problem; default: 16, at temperature 0: 1"
     )
-    evaluation.add_argument("--temperature", type=_not_negative, default=1.0, help="0 is greedy")
-    evaluation.add_argument("--top-p", type=_probability, default=0.95, help="default: 0.95")
+    evaluation.add_argument("--temperature", type=not_negative, default=1.0, help="0 is greedy")
+    evaluation.add_argument("--top-p", type=probability, default=0.95, help="default: 0.95")
     evaluation.add_argument(
-        "--max-tokens", type=_at_least_one, help="default: 4096, or what the context allows"
+        "--max-tokens", type=at_least_one, help="default: 4096, or what the context allows"
     )
     evaluation.add_argument(
-        "--max-turns", type=_at_least_one, default=8, help="of an environment; default: 8"
+        "--max-turns", type=at_least_one, default=8, help="of an environment; default: 8"
     )
-    evaluation.add_argument("--limit", type=_at_least_one, help="first problems of each task")
+    evaluation.add_argument("--limit", type=at_least_one, help="first problems of each task")
     evaluation.add_argument(
-        "--prompts", type=_at_least_one, default=256, help="of an endless task; default: 256"
+        "--prompts", type=at_least_one, default=256, help="of an endless task; default: 256"
     )
     evaluation.add_argument("--seed", type=int, default=0, help="of the samples")
     evaluation.add_argument("--output", default="evals", help="where the results' folders go")
@@ -213,49 +231,8 @@ def _add_eval(commands: Commands) -> None:
 def _add_compare(commands: Commands) -> None:
     comparison = commands.add_parser("compare", help="which of two evaluated models is better")
     comparison.add_argument("evaluations", nargs=2, help="folders that eval made, e.g. evals/a")
-    comparison.add_argument("--k", type=_at_least_one, default=1, help="of pass@k; default: 1")
+    comparison.add_argument("--k", type=at_least_one, default=1, help="of pass@k; default: 1")
     comparison.add_argument("--output", help="folder for comparison.json, .md and the plot")
-
-
-def _at_least_one(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return number
-
-
-def _not_negative(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from error
-    if not 0.0 <= number <= 100.0:
-        raise argparse.ArgumentTypeError("must be from 0 to 100")
-    return number
-
-
-def _probability(text: str) -> float:
-    number = _not_negative(text)
-    if not 0.0 < number <= 1.0:
-        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
-    return number
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"must be names with commas between them, not {text!r}")
-    return names
-
-
-def _gib(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a number of GiB, not {text!r}") from error
-    if not 1.0 <= number <= 10_000.0:
-        raise argparse.ArgumentTypeError("must be from 1 to 10000 GiB")
-    return number
 
 
 def _dry_run(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -406,10 +383,10 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _report(runs: list[str], output: str | None) -> int:
-    from trustbatch.observe.report import write_report
+    from trustbatch.observe.report import default_output, write_report
 
     folders = [Path(run) for run in runs]
-    written = write_report(folders, Path(output) if output else folders[0] / "report.html")
+    written = write_report(folders, Path(output) if output else default_output(folders))
     Console(soft_wrap=True).print(str(written), markup=False, highlight=False)
     return 0
 
@@ -419,6 +396,14 @@ def _status(folder: Path, *, watch: bool) -> int:
 
     show = watch_status if watch else show_status
     return show(Console(highlight=False), folder).exit_code
+
+
+def _dashboard(folder: Path, port: int) -> int:
+    from trustbatch.observe.dashboard import serve
+
+    console = Console(soft_wrap=True, highlight=False)
+    serve(folder, port, lambda line: console.print(line, markup=False))
+    return 0
 
 
 def _eval(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -447,6 +432,7 @@ def _compare(folders: list[str], k: int, output: str | None) -> int:
     from trustbatch.evaluation.comparison import compare
     from trustbatch.evaluation.report import comparison_table, pass_at_k_page
     from trustbatch.evaluation.results import read_results
+    from trustbatch.observe.page_parts import as_bytes
 
     first, second = (read_results(Path(folder)) for folder in folders)
     comparison = compare(first, second, k=k)
@@ -459,36 +445,23 @@ def _compare(folders: list[str], k: int, output: str | None) -> int:
         (folder / "comparison.json").write_text(record, encoding="utf-8")
         (folder / "comparison.md").write_text(table, encoding="utf-8")
         page = pass_at_k_page([first, second])
-        (folder / "pass_at_k.html").write_text(page, encoding="utf-8")
+        (folder / "pass_at_k.html").write_bytes(as_bytes(page))
     return 0
 
 
 def _quickstart(folder: Path, *, steps: int, seed: int) -> int:
-    from trustbatch.quickstart import quickstart
+    from trustbatch.quickstart import EXPLANATION, HEADINGS, NUM_WORDS, quickstart
 
     console = Console(soft_wrap=True)
     result = quickstart(
         folder, steps=steps, seed=seed, say=lambda line: console.print(line, highlight=False)
     )
-    table = Table(title=f"Reward after {steps} steps from {result.start.mean_reward:.3f}")
-    for heading in ("rollouts", "objective", "accuracy at T=1", "training reward", "seconds"):
-        table.add_column(
-            heading, justify="left" if heading in ("rollouts", "objective") else "right"
-        )
+    table = Table(title=result.title)
+    for place, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if place < NUM_WORDS else "right")
     for row in result.rows:
-        table.add_row(
-            row.rollouts,
-            row.objective,
-            f"{row.final.mean_reward:.3f} +- {row.final.standard_error:.3f}",
-            f"{row.first_reward:.3f} -> {row.last_reward:.3f}",
-            f"{row.seconds:.0f}",
-        )
+        table.add_row(*row.cells)
     console.print(table)
-    console.print(
-        "on-policy: fresh rollouts and one update for each, so every ratio is 1 and all objectives "
-        "take the same step.\nmismatched: rollouts sampled at T = 1.2 by a policy 4 versions old. "
-        "One seed each; +- is the standard error over prompts.",
-        highlight=False,
-    )
+    console.print(EXPLANATION, highlight=False)
     console.print(f"Report  {result.report}", highlight=False)
     return 0

@@ -11,6 +11,7 @@ from trustbatch.api import train
 from trustbatch.evaluation import EvaluationResult, evaluate
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import warm_start
+from trustbatch.observe.page_parts import table, text
 from trustbatch.observe.report import write_report
 from trustbatch.tasks import build_task
 from trustbatch.utils.terminal import LiveLine
@@ -29,6 +30,14 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
     "on-policy": {},
     "mismatched": {"temperature": 1.2, "lag": 4},
 }
+HEADINGS = ("rollouts", "objective", "accuracy at T=1", "training reward", "seconds")
+NUM_WORDS = 2
+"""columns of the table that are words; the others are numbers"""
+EXPLANATION = (
+    "on-policy: fresh rollouts and one update for each, so every ratio is 1 and all objectives "
+    "take the same step.\nmismatched: rollouts sampled at T = 1.2 by a policy 4 versions old. "
+    "One seed each; +- is the standard error over prompts."
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,17 @@ class QuickstartRow:
     """at temperature 1, whatever the rollouts' temperature was"""
     seconds: float
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table, under its headings."""
+        return (
+            self.rollouts,
+            self.objective,
+            f"{self.final.mean_reward:.3f} +- {self.final.standard_error:.3f}",
+            f"{self.first_reward:.3f} -> {self.last_reward:.3f}",
+            f"{self.seconds:.0f}",
+        )
+
 
 @dataclass(frozen=True)
 class QuickstartResult:
@@ -52,7 +72,13 @@ class QuickstartResult:
 
     start: EvaluationResult
     rows: list[QuickstartRow]
+    steps: int
     report: Path
+
+    @property
+    def title(self) -> str:
+        """The title of the table."""
+        return f"Reward after {self.steps} steps from {self.start.mean_reward:.3f}"
 
 
 def quickstart(
@@ -93,10 +119,20 @@ def quickstart(
                     seconds=time.monotonic() - begin,
                 )
             )
-    report = write_report([folder / row.run for row in rows], folder / "report.html")
-    outcome = QuickstartResult(start=start, rows=rows, report=report)
+    outcome = QuickstartResult(start=start, rows=rows, steps=steps, report=folder / "report.html")
+    write_report([folder / row.run for row in rows], outcome.report, _results_section(outcome))
     (folder / "results.json").write_text(json.dumps(asdict(outcome), default=str, indent=2) + "\n")
     return outcome
+
+
+def _results_section(result: QuickstartResult) -> str:
+    """Return the table that the terminal shows, which the page opens with."""
+    rows = [row.cells for row in result.rows]
+    lines = "<br>".join(map(text, EXPLANATION.split("\n")))
+    return (
+        f'<section id="results"><h2>{text(result.title)}</h2>'
+        f'{table(HEADINGS, rows, num_words=NUM_WORDS)}<p class="hint">{lines}</p></section>'
+    )
 
 
 def _evaluate(model: Path) -> EvaluationResult:

@@ -87,7 +87,14 @@ def test_the_folder_has_table_plot_results_and_every_sample(
     assert scores["truncated_fraction"] > 0
     page = (folder / "pass_at_k.html").read_text()
     assert page.startswith("<!DOCTYPE html>")
-    assert '<path class="line"' in page
+    assert '"key":"pass@k"' in page
+    first = table.splitlines()[4].strip("| ").split(" | ")
+    for place, cell in enumerate(first):
+        kind = ' class="number"' if place else ""
+        assert f"<td{kind}>{cell}</td>" in page
+    assert page.count("<h4>Samples</h4>") == 12
+    assert page.count('<div class="sample ') == 12 * 4
+    assert page.count('<div class="sample right"') == sum(o["correct"] for o in outcomes)
 
 
 @pytest.mark.parametrize("num_kept", [0, 5, 12])
@@ -197,7 +204,7 @@ def test_two_models_are_compared_on_the_same_problems(
     verdict = json.loads((output / "comparison.json").read_text())["verdict"]
     assert verdict in table
     page = (output / "pass_at_k.html").read_text()
-    assert page.count('<path class="line"') == 2
+    assert page.count('"line":') == 2
     longer = tmp_path / "longer"
     assert run_eval(other_folder, *SMALL[:-1], "9", "--output", longer) == 0
     message = error_of(capsys, "compare", folders[0], longer / "other-arithmetic")
@@ -278,6 +285,7 @@ def test_a_file_with_markup_in_its_name_and_ids_is_written_safely(
     assert run_eval(tiny_folder, "--task", data, *SMALL, "--output", tmp_path / "e") == 0
     (folder,) = (tmp_path / "e").iterdir()
     page = (folder / "pass_at_k.html").read_text()
+    assert page.count("</script>") == page.count("<script")
     assert "<b>a" not in page
     assert "&lt;b&gt;a|b&amp;" in page
     assert "| &lt;b>a\\|b& |" in (folder / "results.md").read_text()

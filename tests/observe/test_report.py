@@ -3,7 +3,9 @@
 import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Iterable
+from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,7 @@ from typing import Any
 import pytest
 
 from trustbatch.errors import ConfigError
-from trustbatch.observe import charts
-from trustbatch.observe.report import final_mean, write_report
+from trustbatch.observe.report import default_output, final_mean, write_report
 from trustbatch.observe.report_charts import _medians, _shares, lag_curves
 from trustbatch.observe.report_data import read_runs
 
@@ -30,6 +31,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str | None], str]] = []
         self.open: list[tuple[str, str]] = []
         self.text: list[tuple[str, str]] = []
+        self.data: list[tuple[str, str]] = []
         self.feed(source)
         self.close()
 
@@ -50,13 +52,17 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open:
             self.text.append((self.open[-1][0], data))
+            if self.open[-1][0] == "script":
+                self.data.append((str(self.elements[-1][1].get("class")), data))
 
-    def lines(self, metric: str, kind: str = "line") -> list[str]:
-        return [
-            str(values["d"])
-            for tag, values, place in self.elements
-            if tag == "path" and place == metric and values.get("class") == kind
-        ]
+    @property
+    def charts(self) -> list[dict[str, Any]]:
+        """What the page's script draws from."""
+        found = [json.loads(data) for kind, data in self.data if kind == "chart-data"]
+        return [chart for chart in found if chart["series"]]
+
+    def lines(self, metric: str) -> list[dict[str, Any]]:
+        return [line for chart in self.charts if chart["key"] == metric for line in chart["series"]]
 
     def all_text(self) -> str:
         return "".join(data for tag, data in self.text if tag not in ("script", "style"))
@@ -103,11 +109,10 @@ def test_every_run_with_the_metric_has_one_line_in_its_chart(tmp_path: Path) -> 
     ]
     page = page_of(tmp_path, *folders)
     assert len(page.lines("reward/mean")) == 3
-    assert len(page.lines("reward/mean", "ghost")) == 3
     assert len(page.lines("entropy")) == 2
     assert len(page.lines("weight/cap")) == 1
     assert "kl/behavior" not in {metric for _, _, metric in page.elements}
-    assert "Not recorded by any of these runs: Ratio quantiles, KL to the behavior" in (
+    assert "Not recorded by any of these runs: Ratio quantiles, Loss, KL to the" in (
         page.all_text()
     )
 
@@ -121,8 +126,11 @@ def test_page_is_self_contained_and_forbids_the_network(tmp_path: Path) -> None:
     ]
     assert len(policies) == 1
     assert str(policies[0]).startswith(
-        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-"
     )
+    (script,) = [data for kind, data in page.data if kind == "None"]
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'; img-src data:; base-uri" in str(policies[0])
     assert not {"link", "img", "iframe", "object"} & {tag for tag, _, _ in page.elements}
     for _, values, _ in page.elements:
         assert "src" not in values
@@ -146,82 +154,22 @@ def test_text_of_a_run_never_becomes_markup(tmp_path: Path) -> None:
     (run / "environment.json").write_text(json.dumps({evil: {evil: evil}}))
     page = page_of(tmp_path, run, make_run(tmp_path / "b" / "script>", rows()))
     tags = [tag for tag, _, _ in page.elements]
-    assert tags.count("script") == 2  # the data of the completions, and the page's own
+    assert [kind for kind, _ in page.data].count("None") == 2  # of the viewer, and the script
     assert "img" not in tags
     attributes = {key for _, values, _ in page.elements for key in values}
     assert not {key for key in attributes if key.startswith("on") or key == "src"}
     assert page.all_text().count(evil) >= 4
-    (data,) = [data for tag, data in page.text if tag == "script" and data.startswith("{")]
+    (data,) = [data for kind, data in page.data if kind == "None" and data.startswith("{")]
     assert json.loads(data)["columns"]["completion"] == [evil, evil]
     assert name in page.all_text()
-    assert f"Ratio quantiles of {name}" in [v.get("aria-label") for _, v, _ in page.elements]
-
-
-def test_log_axis_has_powers_of_ten_and_a_floor_below_the_data() -> None:
-    axis = charts.log_axis([0.003, 0.5, 0.0, -1e-9, math.nan])
-    assert axis.clamped
-    assert [tick.label for tick in axis.ticks] == ["≤10⁻⁴", "10⁻³", "10⁻²", "10⁻¹", "10⁰"]
-    assert [tick.value for tick in axis.ticks] == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1.0])
-    assert axis.fraction(0.0) == axis.fraction(-5.0) == 0.0
-    assert axis.fraction(0.01) == pytest.approx(0.5)
-
-
-def test_log_axis_of_few_or_many_decades_keeps_a_handful_of_ticks() -> None:
-    assert [tick.label for tick in charts.log_axis([0.9, 1.1]).ticks] == ["0.5", "1", "2"]
-    assert [tick.label for tick in charts.log_axis([1.0]).ticks] == ["0.5", "1", "2"]
-    wide = charts.log_axis([1e-30, 1.0])
-    assert wide.low == pytest.approx(1e-16)
-    assert 4 <= len(wide.ticks) <= 8
-    assert charts.log_axis([0.0]).ticks[0].label == "≤10⁻¹⁶"
-
-
-def test_one_minus_ess_is_drawn_on_a_log_axis_with_zeros_on_its_floor(tmp_path: Path) -> None:
-    data = rows()
-    data[5]["one_minus_ess"] = 0.0
-    page = page_of(tmp_path, make_run(tmp_path / "a", data))
-    chart = next(v for tag, v, m in page.elements if v.get("class") == "chart" and "ess" in m)
-    bottom = str(chart["data-y"]).split()[0]
-    assert chart["data-log"] == chart["data-clamped"] == "1"
-    heights = re.findall(r",([\d.]+)", page.lines("one_minus_ess", "ghost")[0])
-    assert [place for place, height in enumerate(heights) if height == bottom] == [5]
+    assert f"Ratio quantiles of {name}" in [chart["title"] for chart in page.charts]
+    source = (tmp_path / "new/folder/report.html").read_text()
+    assert source.count("<script") == source.count("</script>") == len(page.data)
 
 
 def test_one_minus_ess_falls_back_to_ess(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", [{"step": 1, "ess": 0.75}])
     assert read_runs([run])[0].series("one_minus_ess") == ([1.0], [0.25])
-
-
-@pytest.mark.parametrize(
-    ("values", "labels"),
-    [
-        ([0.13, 0.87], ["0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
-        ([-3, 12], ["-5", "0", "5", "10", "15"]),
-        ([0.0, 0.0], ["0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
-        ([100, 2400], ["0", "500", "1,000", "1,500", "2,000", "2,500"]),
-    ],
-)
-def test_linear_axis_has_nice_numbers(values: list[float], labels: list[str]) -> None:
-    axis = charts.linear_axis(values)
-    assert [tick.label for tick in axis.ticks] == labels
-    assert axis.low <= min(values) <= max(values) <= axis.high
-
-
-@pytest.mark.parametrize("value", [1e16, 1e299, 5e-324, -7.0, 1e-12])
-def test_constant_curves_of_any_size_get_an_axis_around_them(value: float) -> None:
-    axis = charts.linear_axis([value, value])
-    assert axis.low < value < axis.high
-    assert len({tick.label for tick in axis.ticks}) == len(axis.ticks) >= 2
-
-
-def test_gaps_split_the_path_and_lone_points_stay_visible() -> None:
-    values = [1.0, 2.0, math.nan, 3.0, math.inf, 4.0, 5.0]
-    curve = charts.Curve(0, "a", list(range(7)), values)
-    x, y = charts.step_axis(curve.steps), charts.linear_axis(values)
-    drawn = charts.line_chart([curve], x, y, charts.Frame(400, 200), "t")
-    (path,) = re.findall(r'<path class="line" d="([^"]*)"', drawn)
-    assert path.count("M") == 3
-    assert path.count("h.1") == 1
-    assert len(re.findall(r"[\d.]+,[\d.]+", path)) == 5
 
 
 def test_missing_steps_are_bridged_but_recorded_nothing_is_a_gap(tmp_path: Path) -> None:
@@ -234,30 +182,15 @@ def test_missing_steps_are_bridged_but_recorded_nothing_is_a_gap(tmp_path: Path)
     assert math.isnan(values[2])
 
 
-def test_thinning_keeps_ends_and_spikes() -> None:
-    steps = [float(step) for step in range(10_000)]
-    values = [math.sin(step / 500) for step in steps]
-    values[4321], values[777] = 99.0, -99.0
-    kept_steps, kept = charts.thin(steps, values)
-    assert len(kept) <= 400
-    assert kept_steps == sorted(kept_steps)
-    assert (kept_steps[0], kept_steps[-1]) == (0.0, 9999.0)
-    assert {99.0, -99.0} <= set(kept)
-
-
 def test_long_runs_are_thinned_in_the_page(tmp_path: Path) -> None:
-    page = page_of(tmp_path, make_run(tmp_path / "a", rows(3000, entropy=1.0, **QUANTILES)))
-    paths = [str(values["d"]) for tag, values, _ in page.elements if tag == "path"]
-    assert len(paths) >= 9
-    assert max(len(re.findall(r"[\d.]+,[\d.]+", path)) for path in paths) <= 400
-
-
-def test_smoothing_averages_neighbors_and_keeps_gaps() -> None:
-    assert charts.smooth([1.0, 5.0]) == [1.0, 5.0]
-    smoothed = charts.smooth([0.0, 3.0, 0.0, math.nan, 0.0, 4.0, 0.0, 0.0])
-    assert math.isnan(smoothed[3])
-    assert smoothed[1] == pytest.approx(1.0)
-    assert smoothed[4] == pytest.approx(2.0)
+    data = rows(3000, entropy=1.0, **QUANTILES)
+    data[1234]["entropy"] = 50.0
+    page = page_of(tmp_path, make_run(tmp_path / "a", data))
+    (entropy,) = page.lines("entropy")
+    assert len(entropy["x"]) == len(entropy["y"]) == 800
+    assert (entropy["x"][0], entropy["x"][-1]) == (1, 3000)
+    assert max(entropy["spread"][1]) == 50.0
+    assert all(len(line["x"]) <= 800 for chart in page.charts for line in chart["series"])
 
 
 def test_ratio_quantiles_have_one_panel_per_run_that_recorded_them(tmp_path: Path) -> None:
@@ -267,13 +200,63 @@ def test_ratio_quantiles_have_one_panel_per_run_that_recorded_them(tmp_path: Pat
         make_run(tmp_path / "b", rows(**{"ratio/p50": 1.0})),
         make_run(tmp_path / "c", rows(**QUANTILES)),
     )
-    panels = [
-        values["data-run"] for _, values, _ in page.elements if values.get("class") == "panel"
+    panels = [chart for chart in page.charts if chart["key"] == "ratio"]
+    assert [chart["series"][0]["name"] for chart in panels] == ["a", "c"]
+    (line,) = panels[0]["series"]
+    p01, p10, p50, p90, p99 = ([value] * 20 for value in LEVELS.values())
+    assert (line["y"], line["bands"]) == (p50, [[p01, p99], [p10, p90]])
+    # all panels have the same axes, with the on-policy level
+    for chart in panels:
+        assert (chart["x_include"], chart["level"]) == ([1, 20], 1)
+        assert chart["y_include"] == [1, 0.02, 30]
+
+
+def test_loss_and_learning_rate_have_charts_over_a_clock(tmp_path: Path) -> None:
+    more = {"policy/loss": -0.5, "learning_rate": 1e-4}
+    timed = more | {"tokens/count": 50, "time/step_seconds": 1800}
+    page = page_of(
+        tmp_path, make_run(tmp_path / "a", rows(4, **timed)), make_run(tmp_path / "b", rows(4))
+    )
+    assert [line["y"] for key in more for line in page.lines(key)] == [[-0.5] * 4, [1e-4] * 4]
+    (clocks,) = [json.loads(data) for kind, data in page.data if kind == "clocks"]
+    steps = [1, 2, 3, 4]
+    assert clocks[0] == {"step": steps, "tokens": [50, 100, 150, 200], "hours": [0.5, 1, 1.5, 2]}
+    assert clocks[1] == {"step": steps}
+
+
+def test_the_ledger_is_drawn_by_cause_and_its_newest_step_tabled(tmp_path: Path) -> None:
+    data = rows(6)
+    for place, share in ((1, 0.25), (3, 0.75)):
+        data[place] |= {
+            "ledger/lag/one_minus_ess": 0.1 * share,
+            "ledger/lag/ratio_mean": 1.5,
+            "ledger/lag/share": share,
+            "ledger/updates/one_minus_ess": 0.025,
+            "ledger/updates/ratio_mean": 1.0,
+            "ledger/updates/share": 1 - share,
+            "ledger/position/0-15/one_minus_ess": 0.25,
+            "ledger/position/16-/one_minus_ess": 0.5,
+            "ledger/position/16-/ratio_mean": 2.0,
+        }
+    page = page_of(tmp_path, make_run(tmp_path / "a", rows()), make_run(tmp_path / "b", data))
+    lag, updates = page.lines("ledger")
+    assert (lag["name"], lag["x"], lag["y"]) == ("lag", [2, 4], [0.025, 0.075])
+    assert (updates["name"], updates["run"]) == ("updates", 1)
+    source = (tmp_path / "new/folder/report.html").read_text()
+    ledger = source[source.index('<section id="ledger">') :]
+    ledger = ledger[: ledger.index("</section>")]
+    assert "Step 4 <small>the newest ledger" in ledger
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", ledger)
+    # a full bar is 70% wide: of shares at 1, of bins at the largest of them
+    assert cells == [
+        *("0.075", "1.5", '<i style="width: 52.5%"></i>75%'),
+        *("0.025", "1", '<i style="width: 17.5%"></i>25%'),
+        *("0.25", "\N{EN DASH}", '<i style="width: 35.0%"></i>'),
+        *("0.5", "2", '<i style="width: 70.0%"></i>'),
     ]
-    assert panels == ["0", "2"]
-    assert [len(page.lines("ratio", kind)) for kind in ("outer", "inner", "line")] == [2, 2, 2]
-    labels = [data for tag, data in page.text if tag == "text" and data.startswith("10")]
-    assert {"10⁻²", "10⁰", "10²"} <= set(labels)
+    assert re.findall(r'row">(\d[^<]*)<', ledger) == ["0 to 15", "16 and more"]
+    assert "#ledger" in [v.get("href") for _, v, _ in page.elements]
+    assert "ledger" not in page_of(tmp_path, tmp_path / "a").all_text()
 
 
 def lagging_rows(**engines: float) -> list[dict[str, Any]]:
@@ -308,17 +291,16 @@ def test_charts_by_lag_have_lags_on_their_axis(tmp_path: Path) -> None:
         (2.0, pytest.approx(0.115)),
         (3.0, pytest.approx(0.0115)),
     ]
-    for metric in ("rollout/completions/lag_", "one_minus_ess/lag_"):
-        (chart,) = [v for tag, v, m in page.elements if v.get("class") == "chart" and m == metric]
-        assert chart["data-x-name"] == "lag"
-        assert str(chart["data-x"]).split()[2:] == ["0.0", "3.0"]
-        assert len(page.lines(metric)) == 1
-    # a dot for each of four lags
-    (dots,) = page.lines("rollout/completions/lag_", "dots")
-    assert (dots.count("M"), dots.count("h.1")) == (4, 4)
+    for metric, steps in (
+        ("rollout/completions/lag_", [0, 1, 2, 3]),
+        ("one_minus_ess/lag_", [1, 2, 3]),
+    ):
+        (chart,) = [chart for chart in page.charts if chart["key"] == metric]
+        assert (chart["x"], chart["x_include"], chart["marked"]) == ("lag", [0], True)
+        (line,) = page.lines(metric)
+        assert line["x"] == steps
     for metric in ("rollout/lag_mean", "time/trainer_busy_share", "cluster/buffered_batches"):
         assert len(page.lines(metric)) == 1
-    assert "lag" in [data for tag, data in page.text if tag == "text"]
 
 
 def test_runs_without_lag_or_workers_are_not_asked_for_them(tmp_path: Path) -> None:
@@ -336,7 +318,7 @@ def test_engines_and_their_restarts_are_listed(tmp_path: Path) -> None:
     data = lagging_rows(**{"engine-0": 0.5, evil: 0.25})
     data[4]["cluster/engine_restarts"] = 2
     page = page_of(tmp_path, make_run(tmp_path / "a", data), make_run(tmp_path / "b", rows()))
-    assert [tag for tag, _, _ in page.elements].count("script") == 1
+    assert [kind for kind, _ in page.data].count("None") == 1
     heads = [data for tag, data in page.text if tag == "th"]
     assert heads[heads.index("Engine") :][:5] == [
         "Engine",
@@ -417,7 +399,7 @@ def test_final_mean_skips_what_is_not_finite() -> None:
 def test_run_without_a_step_is_reported_and_not_drawn(tmp_path: Path) -> None:
     page = page_of(tmp_path, make_run(tmp_path / "a", []))
     assert "no steps recorded" in page.all_text()
-    assert not [tag for tag, _, _ in page.elements if tag == "path"]
+    assert page.charts == []
 
 
 def test_only_episodes_have_a_chart_of_turns(tmp_path: Path) -> None:
@@ -452,19 +434,19 @@ def test_same_folder_names_are_told_apart_by_their_parents(tmp_path: Path) -> No
     assert [run.name for run in runs] == ["x/run", "y/run", "other"]
 
 
-def test_more_runs_than_colors_get_dashes_and_folded_legends(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / f"run{index}", rows(entropy=1.0)) for index in range(24)]
-    page = page_of(tmp_path, *folders)
-    styles = [
-        values["class"]
-        for tag, values, metric in page.elements
-        if tag == "g" and metric == "entropy"
-    ]
-    assert len(set(styles)) == 24
-    folds = [m for _, values, m in page.elements if values.get("class") == "fold"]
-    assert folds == ["entropy"]
-    listed = [v for tag, v, m in page.elements if tag == "li" and m == "reward/mean"]
-    assert [item["title"] for item in listed] == [f"run{index}" for index in range(24)]
+def test_a_report_of_several_runs_has_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folders, expected in (
+        (["runs/a"], "runs/a/report.html"),
+        (["runs/a", "runs/b"], "runs/report-a-b.html"),
+        (["runs/a", "runs/a/"], "runs/a/report.html"),
+        (["x/run", "y/run"], "x/report-x-run-y-run.html"),
+        (["runs/" + letter * 60 for letter in "abc"], f"runs/report-{'a' * 60}-and-2-more.html"),
+        ([".", "b"], f"{tmp_path.parent}/report-{tmp_path.name}-b.html"),
+    ):
+        assert default_output(list(map(Path, folders))) == Path(expected)
 
 
 def test_unusable_input_says_what_to_do(tmp_path: Path) -> None:

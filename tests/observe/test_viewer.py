@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trustbatch.observe import viewer
-from trustbatch.observe.page_parts import embedded_json
+from trustbatch.observe.charts import embedded_json
 from trustbatch.observe.report_data import Run, read_rollouts, read_runs
 from trustbatch.observe.viewer import ViewerData
 

@@ -24,6 +24,7 @@ from tests.support.fake_study import (
 )
 
 from trustbatch.errors import ConfigError
+from trustbatch.studies.charts import Colors, curves_of
 from trustbatch.studies.comparisons import (
     Contender,
     Outcome,
@@ -39,15 +40,17 @@ from trustbatch.studies.curves import all_runs_csv, paper_csv, reward_points
 from trustbatch.studies.page import hardware, write_csv, write_study_page
 from trustbatch.studies.results import (
     FINAL_REWARD,
+    REWARD,
     RunState,
     StudyResults,
     StudyRun,
     plain_name,
     read_study,
     regime_labels,
+    reward_bounds,
 )
 from trustbatch.studies.study import Arm
-from trustbatch.studies.tables import arm_columns, hyper_parameters
+from trustbatch.studies.tables import arm_columns, held_out, hyper_parameters
 from trustbatch.studies.verdict import judge, verdict
 
 EVIL = '<script>alert(1)</script></pre></title><img src=x onerror=alert(2)>"\' onload="alert(3)'
@@ -477,6 +480,36 @@ def test_a_family_spreads_over_its_members_on_benchmarks_too(tmp_path: Path) -> 
     ]
 
 
+def test_bands_stay_within_bounded_rewards(tmp_path: Path) -> None:
+    study_of(tmp_path / "bounded", P3O, seeds=2)
+    study_of(tmp_path / "free", P3O, seeds=2)
+    for folder, rewards in (("bounded", (0.4, 1.0)), ("free", (0.4, 1.2))):
+        for seed, reward in enumerate(rewards):
+            write_run(tmp_path / folder, P3O, seed, level(reward))
+    found = {}
+    for folder in ("bounded", "free"):
+        results = read_study(tmp_path / folder)
+        rivals = map(Contender.of, results.in_regime(""))
+        (curve,) = curves_of(rivals, Colors.of(results), REWARD, reward_bounds(results.runs))
+        ((low, high),) = curve.bands
+        found[folder] = (low[0], high[0])
+    # of 0.4 and 1.0 the mean is 0.7 and the deviation 0.6 / sqrt(2) = 0.424; of 0.4 and 1.2 it is
+    # 0.8 and 0.566
+    assert found["bounded"] == pytest.approx((0.276, 1.0), abs=1e-3)
+    assert found["free"] == pytest.approx((0.234, 1.366), abs=1e-3)
+
+
+def test_intervals_of_held_out_rewards_stay_in_bounds(tmp_path: Path) -> None:
+    study_of(tmp_path, P3O, DAPO, seeds=2)
+    for seed, reward in enumerate((0.9, 0.98)):
+        write_run(tmp_path, P3O, seed, level(0.5), held_out=(reward, 0.8, 1.0))
+    write_run(tmp_path, DAPO, 0, level(0.5), held_out=(0.97, 0.93, 1.01))
+    first, second = map(Contender.of, read_study(tmp_path).in_regime(""))
+    # 0.94 with a reach of 12.7062 * 0.04: from 0.43 to beyond 1
+    assert held_out(first) == "0.940 (0.432 to 1.000)"
+    assert held_out(second) == "0.970 (0.930 to 1.000)"
+
+
 # the summary
 
 
@@ -533,7 +566,8 @@ def evil_study(folder: Path) -> Path:
 
 def test_no_text_of_a_study_becomes_markup(tmp_path: Path) -> None:
     page = write_study_page(evil_study(tmp_path)).read_text()
-    assert page.count("<script") == 1
+    data = page.count('<script type="application/json"')
+    assert page.count("<script") == page.count("</script>") == data + 1
     assert "<img" not in page
     assert page.count("alert(1)") > 20
     summary = (tmp_path / "summary.md").read_text().splitlines()
@@ -567,9 +601,9 @@ DRAWN = """[...document.querySelectorAll('svg.chart')].map(chart => {
 
 TWO_THIRDS = """(() => {
   const chart = document.querySelector('svg.chart'), box = chart.getBoundingClientRect();
-  const [left, right] = chart.dataset.x.split(' ').map(Number);
-  const along = (left + (right - left) * 2 / 3) / chart.viewBox.baseVal.width;
-  return [box.left + along * box.width, box.top + box.height / 2];
+  const line = chart.querySelector('.grid');
+  const [left, right] = ['x1', 'x2'].map(end => Number(line.getAttribute(end)));
+  return [box.left + left + (right - left) * 2 / 3, box.top + box.height / 2];
 })()"""
 """a place two thirds along the horizontal axis of the first chart"""
 
@@ -585,6 +619,7 @@ def test_pages_in_a_browser(tmp_path: Path) -> None:
         for file, num_charts in ((clip, 4), (benchmarks, 4), (evil, 9)):
             for width in (420, 1300):
                 page.load(file, width=width)
+                page.wait_for("!Charts.isBusy()")
                 drawn = page.evaluate(DRAWN)
                 assert drawn == [True] * num_charts, (file, width)
                 assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -593,6 +628,7 @@ def test_pages_in_a_browser(tmp_path: Path) -> None:
         assert set(page.requests) == {file.as_uri() for file in (clip, benchmarks, evil)}
 
         page.load(clip)
+        page.wait_for("!Charts.isBusy()")
         shown = page.evaluate("document.body.innerText")
         assert "GRPO, clip 0.6, seed 1 failed" in shown
         assert "The gradient of step 24 is not finite" in shown
@@ -601,10 +637,14 @@ def test_pages_in_a_browser(tmp_path: Path) -> None:
         tip = page.evaluate("document.querySelector('.tip').innerText")
         assert tip.startswith("step ")
         assert "P3O" in tip
+        count = "document.querySelectorAll('path.line').length"
+        before = page.evaluate(count)
         page.evaluate("document.querySelector('.legend li').click()")
-        assert page.evaluate("document.querySelectorAll('g.series.off').length") >= 4
+        page.wait_for("!Charts.isBusy()")
+        assert page.evaluate(count) <= before - 4
         # pass@k has a logarithmic axis: of 1 to 8, 4 lies two thirds along
         page.load(benchmarks, dark=True)
+        page.wait_for("!Charts.isBusy()")
         page.point_at(*page.evaluate(TWO_THIRDS))
         assert page.evaluate("document.querySelector('.tip').innerText").startswith("k 4")
         back = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -30,8 +30,8 @@ FLAGS = (
     "--disable-sync",
     "--no-first-run",
     "--hide-scrollbars",
-    # a request that should leave fails here, whatever the policy of the page
-    "--host-resolver-rules=MAP * ~NOTFOUND",
+    # a request that would leave the machine fails here, whatever the policy of the page
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
 _READS, _WRITES = 3, 4
 """the descriptors that Chromium's pipe has"""
@@ -56,17 +56,18 @@ class OpenPage:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
-    def load(self, file: Path, *, width: int = 1300, dark: bool = False) -> None:
-        """Open a file in a window of this width."""
+    def load(self, file: Path | str, *, width: int = 1300, dark: bool = False) -> None:
+        """Open a file or an address in a window of this width."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._loaded = False
-        self._call("Page.navigate", url=file.as_uri())
+        address = file if isinstance(file, str) else file.as_uri()
+        self._call("Page.navigate", url=address)
         deadline = time.monotonic() + SECONDS
         while not self._loaded:
-            self._note(self._next(deadline, f"{file.name} to load"))
+            self._note(self._next(deadline, f"{address} to load"))
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression of JavaScript in the page; a promise is awaited."""
@@ -76,9 +77,37 @@ class OpenPage:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def wait_for(self, expression: str) -> None:
+        """Wait until an expression of JavaScript is true."""
+        deadline = time.monotonic() + SECONDS
+        while not self.evaluate(expression):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{expression} was not true within {SECONDS:g} s.")
+            time.sleep(0.02)
+
     def point_at(self, x: float, y: float) -> None:
         """Move the pointer there."""
-        self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self._mouse("mouseMoved", x, y)
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Press the button at one place, and let go at another."""
+        self._mouse("mousePressed", *start, button="left", buttons=1, clickCount=1)
+        self._mouse("mouseMoved", *end, button="left", buttons=1)
+        self._mouse("mouseReleased", *end, button="left", clickCount=1)
+
+    def click(self, x: float, y: float, *, times: int = 1) -> None:
+        """Click, or with `times` = 2 double click, at a place."""
+        for count in range(1, times + 1):
+            self._mouse("mousePressed", x, y, button="left", buttons=1, clickCount=count)
+            self._mouse("mouseReleased", x, y, button="left", clickCount=count)
+
+    def save_downloads(self, folder: Path) -> None:
+        """Let the page write what it offers as a file into this folder."""
+        allowed = {"behavior": "allow", "downloadPath": str(folder)}
+        self._call("Browser.setDownloadBehavior", **allowed)
+
+    def _mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def picture(self, file: Path) -> None:
         """Write a PNG of the whole page."""

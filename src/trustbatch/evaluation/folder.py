@@ -4,7 +4,7 @@ settings.json    what determines the samples; a start with other settings is ref
 samples.jsonl    one line per problem: its completions with their grades
 results.json     scores with intervals, and the outcome of every problem
 results.md       the table
-pass_at_k.html   the plot
+pass_at_k.html   the page: the table, the plot, and some samples
 """
 
 import json
@@ -15,7 +15,9 @@ from typing import Any
 from trustbatch.errors import ConfigError
 from trustbatch.evaluation.report import pass_at_k_page, results_table
 from trustbatch.evaluation.results import RESULTS_FILE, EvaluationResults, ProblemOutcome
+from trustbatch.evaluation.sample_page import spread_samples
 from trustbatch.evaluation.suite import EvaluatedTask
+from trustbatch.observe.page_parts import as_bytes
 from trustbatch.utils.files import AppendedFile, lock_folder, write_atomically
 
 
@@ -66,7 +68,8 @@ class EvaluationFolder:
             environment=environment,
         )
         write_atomically(self.path / "results.md", results_table(results))
-        write_atomically(self.path / "pass_at_k.html", pass_at_k_page([results]))
+        page = pass_at_k_page([results], spread_samples(self._samples_file))
+        write_atomically(self.path / "pass_at_k.html", as_bytes(page))
         write_atomically(self.path / RESULTS_FILE, _written(results.to_dict()))
         return results
 

@@ -3,23 +3,16 @@
 Names of models and tasks are escaped: by `cell` in tables, by `text` in the page.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trustbatch.evaluation.comparison import Comparison
 from trustbatch.evaluation.results import EvaluationResults, Score, TaskScores
+from trustbatch.evaluation.sample_page import samples_section
 from trustbatch.evaluation.statistics import LEVEL, shown_ks
-from trustbatch.observe.charts import (
-    Axis,
-    Curve,
-    Frame,
-    Tick,
-    legend,
-    line_chart,
-    linear_axis,
-)
-from trustbatch.observe.page_parts import html_page, text
+from trustbatch.observe.charts import ChartSpec, Curve, Look, chart_figure
+from trustbatch.observe.page_parts import html_page, table, text
 
-FRAME = Frame(440, 270)
 PASS_AT_K_READING = (
     "The probability that at least one of k samples is correct; the band is the 95% interval over "
     "problems."
@@ -29,25 +22,36 @@ _PERCENT = f"{LEVEL:.0%}"
 
 def results_table(results: EvaluationResults) -> str:
     """Return a table of one model's scores, with the sampling settings."""
-    scores = results.scores
-    settings = results.settings
-    ks = [k for k in shown_ks(settings["samples"]) if k > 1]
-    headings = ["task", "problems", f"pass@1 ({_PERCENT} interval)"]
-    headings += [*(f"pass@{k}" for k in ks), "truncated", "ungraded", "mean tokens"]
-    rows = [_row(score, ks) for score in scores]
+    headings, rows = _table_of(results)
     return "\n".join(
         [
             f"# {cell(results.model)}",
             "",
-            *markdown_table(headings, rows, num_words=1),
+            *markdown_table(headings, [list(map(cell, row)) for row in rows], num_words=1),
             "",
-            f"{settings['samples']} samples of each problem at temperature "
-            f"{settings['temperature']:g}, top-p {settings['top_p']:g}, at most "
-            f"{settings['max_tokens']:,} tokens; seed {settings['seed']}, {settings['engine']} "
-            f"engine in {settings['precision']}.",
-            *_remarks(scores),
+            _sampling(results),
+            *([""] if (remarks := _remarks(results.scores)) else []),
+            *map(cell, remarks),
             "",
         ]
+    )
+
+
+def _table_of(results: EvaluationResults) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and rows of a model's scores."""
+    ks = [k for k in shown_ks(results.settings["samples"]) if k > 1]
+    headings = ["task", "problems", f"pass@1 ({_PERCENT} interval)"]
+    headings += [*(f"pass@{k}" for k in ks), "truncated", "ungraded", "mean tokens"]
+    return headings, [_row(score, ks) for score in results.scores]
+
+
+def _sampling(results: EvaluationResults) -> str:
+    settings = results.settings
+    return (
+        f"{settings['samples']} samples of each problem at temperature "
+        f"{settings['temperature']:g}, top-p {settings['top_p']:g}, at most "
+        f"{settings['max_tokens']:,} tokens; seed {settings['seed']}, {settings['engine']} "
+        f"engine in {settings['precision']}."
     )
 
 
@@ -80,7 +84,7 @@ def comparison_table(comparison: Comparison) -> str:
 
 def _row(score: TaskScores, ks: Sequence[int]) -> list[str]:
     first = score.at(1)
-    cells = [cell(score.name), f"{score.num_problems:,}"]
+    cells = [score.name, f"{score.num_problems:,}"]
     cells.append("-" if first is None else f"{first.value:.3f} ({_span(first)})")
     cells += ["-" if (at := score.at(k)) is None else f"{at.value:.3f}" for k in ks]
     return [
@@ -96,21 +100,20 @@ def _span(score: Score) -> str:
 
 
 def _remarks(scores: Sequence[TaskScores]) -> list[str]:
-    remarks = []
-    if any(score.num_ungraded for score in scores):
-        remarks += [
-            "",
-            "Ungraded samples count neither as correct nor as wrong: pass@k is estimated from the "
-            "graded samples, over problems with at least k of them.",
-        ]
-        for score in scores:
-            last = score.at(score.num_samples)
-            used = 0 if last is None else last.num_problems
-            if used < score.num_problems:
-                remarks.append(
-                    f"pass@{score.num_samples} of {cell(score.name)} is over {used:,} of "
-                    f"{score.num_problems:,} problems."
-                )
+    if not any(score.num_ungraded for score in scores):
+        return []
+    remarks = [
+        "Ungraded samples count neither as correct nor as wrong: pass@k is estimated from the "
+        "graded samples, over problems with at least k of them."
+    ]
+    for score in scores:
+        last = score.at(score.num_samples)
+        used = 0 if last is None else last.num_problems
+        if used < score.num_problems:
+            remarks.append(
+                f"pass@{score.num_samples} of {score.name} is over {used:,} of "
+                f"{score.num_problems:,} problems."
+            )
     return remarks
 
 
@@ -128,8 +131,13 @@ def cell(text: str) -> str:
     return " ".join(escaped.split())
 
 
-def pass_at_k_page(models: Sequence[EvaluationResults]) -> str:
-    """Return a page with one chart per task and one line per model."""
+def pass_at_k_page(
+    models: Sequence[EvaluationResults], samples: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Return a page with a table per model, a chart per task with a line per model, and samples.
+
+    `samples` are lines of samples.jsonl.
+    """
     scores = [model.scores for model in models]
     names = dict.fromkeys(score.name for each in scores for score in each)
     figures = "\n".join(
@@ -140,17 +148,25 @@ def pass_at_k_page(models: Sequence[EvaluationResults]) -> str:
         for name in names
     )
     title = " and ".join(model.model for model in models)
-    settings = models[0].settings
     return html_page(
         title=f"{title} · pass@k",
         header=f"<h1>pass@k of {text(title)}</h1>",
         sections=[
-            f'<section><p class="hint">{PASS_AT_K_READING} {settings["samples"]} samples of each '
-            f"problem at temperature {settings['temperature']:g}, top-p {settings['top_p']:g}, at "
-            f"most {settings['max_tokens']:,} tokens.</p>",
+            *(_results_section(model, is_alone=len(models) == 1) for model in models),
+            f'<section id="charts"><h2>pass@k</h2><p class="hint">{PASS_AT_K_READING}</p>'
             f'<div class="charts">{figures}</div></section>',
+            *([samples_section(samples)] if samples else []),
         ],
-        is_live=False,
+    )
+
+
+def _results_section(results: EvaluationResults, *, is_alone: bool) -> str:
+    headings, rows = _table_of(results)
+    remarks = " ".join([_sampling(results), *_remarks(results.scores)])
+    return (
+        f"<section><h2>{'Results' if is_alone else text(results.model)}</h2>"
+        f"{table(headings, rows, num_words=1)}"
+        f'<p class="hint">{text(remarks)}</p></section>'
     )
 
 
@@ -165,25 +181,18 @@ def _figure(name: str, models: Sequence[tuple[str, TaskScores | None]]) -> str:
             model,
             [float(score.k) for score in scores.pass_at_k],
             [score.value for score in scores.pass_at_k],
-            low=[score.low for score in scores.pass_at_k],
-            high=[score.high for score in scores.pass_at_k],
+            bands=[
+                (
+                    [score.low for score in scores.pass_at_k],
+                    [score.high for score in scores.pass_at_k],
+                )
+            ],
         )
         for number, (model, scores) in enumerate(models)
         if scores is not None
     ]
     known = [scores for _, scores in models if scores is not None]
-    num_samples = max(scores.num_samples for scores in known)
-    y = linear_axis([0.0, *(value for curve in curves for value in curve.high)])
     cut = ", ".join(f"{scores.truncated_fraction:.1%}" for scores in known)
     caption = f"{known[0].num_problems:,} problems; truncated: {cut}"
-    return (
-        f'<figure class="card"><figcaption><h3>{text(name)}</h3><p>{caption}</p></figcaption>'
-        f"{line_chart(curves, k_axis(num_samples), y, FRAME, f'pass@k on {name}')}"
-        f"{legend([(curve.run, curve.label) for curve in curves])}</figure>"
-    )
-
-
-def k_axis(num_samples: int) -> Axis:
-    """Return the logarithmic axis of k, with ticks at powers of two."""
-    ticks = tuple(Tick(float(k), str(k)) for k in shown_ks(num_samples))
-    return Axis(1.0, max(float(num_samples), 1.5), ticks, log=True, name="k")
+    spec = ChartSpec("pass@k", name, caption, "zero", smoothed=False)
+    return chart_figure(spec, curves, Look(x="k"))

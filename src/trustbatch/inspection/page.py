@@ -56,7 +56,6 @@ def inspection_page(inspection: Inspection) -> str:
         header=f"<h1>{text(title)}</h1><p>{text(headline(inspection))}</p>",
         sections=sections,
         style=STYLE,
-        is_live=False,
     )
 
 

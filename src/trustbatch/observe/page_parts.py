@@ -6,7 +6,9 @@ it reaches a page.
 
 import json
 import math
+from base64 import b64encode
 from collections.abc import Sequence
+from hashlib import sha256
 from html import escape
 from importlib import resources
 from typing import Any
@@ -15,8 +17,16 @@ from trustbatch.observe.charts import swatch
 from trustbatch.observe.report_data import number
 
 POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; {scripts}img-src data:; base-uri 'none'; "
-    "form-action 'none'"
+    "default-src 'none'; style-src 'unsafe-inline'; script-src '{digest}'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""of a written page: it loads nothing, and runs no script but its own"""
+CHART_SCRIPTS = (
+    "chart_axes.js",
+    "chart_lines.js",
+    "chart_export.js",
+    "charts.js",
+    "chart_toolbar.js",
 )
 DASH = "\N{EN DASH}"
 # Control characters have no meaning in HTML; their pictures show what the model really wrote.
@@ -24,21 +34,15 @@ _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not 
 
 
 def html_page(
-    *,
-    title: str,
-    header: str,
-    sections: Sequence[str],
-    style: str = "",
-    script: str = "",
-    is_live: bool = True,
+    *, title: str, header: str, sections: Sequence[str], style: str = "", script: str = ""
 ) -> str:
     """Return a self-contained page that may not access the network.
 
     `title` is text, `header` and `sections` are HTML, `style` and `script` are added to those of
-    all pages; only a live page may run scripts.
+    all pages.
     """
-    policy = POLICY.format(scripts="script-src 'unsafe-inline'; " if is_live else "")
-    scripts = f"<script>\n{asset('report.js')}{script}</script>\n" if is_live else ""
+    script = "\n" + "".join(map(asset, (*CHART_SCRIPTS, "report.js"))) + script
+    policy = POLICY.format(digest=_digest(script))
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -48,10 +52,16 @@ def html_page(
             f"<title>{text(title)}</title>",
             f"<style>\n{asset('report.css')}{style}</style>\n</head>\n<body>",
             f"<header>{header}</header>\n<main>",
+            "<noscript><p>The charts of this page need JavaScript.</p></noscript>",
             *sections,
-            f"</main>\n{scripts}</body>\n</html>\n",
+            f"</main>\n<script>{script}</script>\n</body>\n</html>\n",
         ]
     )
+
+
+def _digest(script: str) -> str:
+    """Return how a policy names the one script that may run, so that no other can."""
+    return f"sha256-{b64encode(sha256(script.encode()).digest()).decode()}"
 
 
 def asset(name: str, package: str = "trustbatch.observe") -> str:
@@ -105,16 +115,24 @@ def settings_block(config_text: str, environment: dict[str, Any]) -> str:
     )
 
 
-def embedded_json(value: object) -> str:
-    """Return an element with a value that a script of the page reads.
-
-    Everything beyond ASCII is escaped, a lone surrogate included, and so is what could end the
-    element or begin another.
-    """
-    found = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
-        found = found.replace(character, f"\\u{ord(character):04x}")
-    return f'<script type="application/json">{found}</script>'
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int) -> str:
+    """Return a table of texts; columns after the first `num_words` are numbers."""
+    heads = "".join(
+        f'<th scope="col"{numeric(place >= num_words)}>{text(heading)}</th>'
+        for place, heading in enumerate(headings)
+    )
+    lines = "\n".join(
+        "<tr>"
+        + "".join(
+            f"<td{numeric(place >= num_words)}>{text(cell)}</td>" for place, cell in enumerate(row)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{lines}\n</tbody></table></div>"
+    )
 
 
 def details(curve: int, name: str, inner: str) -> str:

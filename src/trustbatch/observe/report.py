@@ -23,11 +23,14 @@ from trustbatch.observe.page_parts import (
     text,
 )
 from trustbatch.observe.report_charts import charts_section
-from trustbatch.observe.report_data import Run, read_runs
+from trustbatch.observe.report_data import Run, distinct_names, read_runs
+from trustbatch.observe.report_ledger import ledger_section
 from trustbatch.observe.status import ENGINE_METRICS
 from trustbatch.observe.viewer import viewer
 from trustbatch.utils.files import write_atomically
 
+LONGEST_NAME = 80
+"""of the runs in the name of a report's file"""
 _WARNING_COUNTS = {
     "tokens/nonfinite": "non-finite tokens",
     "steps/skipped": "skipped steps",
@@ -61,9 +64,12 @@ _POLICY_HEADINGS = {
 _ENGINE_HEADINGS = {"Tokens/s": "tokens_per_second", "Busy share": "busy_share"}
 
 
-def write_report(run_folders: Sequence[Path], output: Path) -> Path:
-    """Read the run folders, write one self-contained HTML page to `output` and return its path."""
-    page = render_report(read_runs(run_folders))
+def write_report(run_folders: Sequence[Path], output: Path, opening: str = "") -> Path:
+    """Read the run folders, write one self-contained HTML page to `output` and return its path.
+
+    `opening` is HTML of a section that comes first.
+    """
+    page = render_report(read_runs(run_folders), opening)
     output = Path(output)
     if output.is_dir():
         raise ConfigError(
@@ -74,23 +80,38 @@ def write_report(run_folders: Sequence[Path], output: Path) -> Path:
     return output
 
 
-def render_report(runs: Sequence[Run]) -> str:
-    """Return the page of runs."""
+def default_output(run_folders: Sequence[Path]) -> Path:
+    """Return where a report goes: into the folder of its run, or beside the first of several."""
+    resolved = list(dict.fromkeys(Path(folder).resolve() for folder in run_folders))
+    if len(resolved) < 2:
+        return Path(run_folders[0]) / "report.html"
+    names = [name.replace("/", "-") for name in distinct_names(resolved)]
+    stem = "-".join(names)
+    if len(stem) > LONGEST_NAME:
+        stem = f"{names[0][:LONGEST_NAME]}-and-{len(names) - 1}-more"
+    first = Path(run_folders[0])
+    parent = first.parent if first.name not in ("", "..") else resolved[0].parent
+    return parent / f"report-{stem}.html"
+
+
+def render_report(runs: Sequence[Run], opening: str = "") -> str:
+    """Return the page of runs; `opening` is HTML of a section that comes first."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    has_engines = any(run.engines for run in runs)
-    engines_link = '<a href="#engines">Engines</a>' if has_engines else ""
+    sections = {
+        ("results", "Results"): opening,
+        ("summary", "Summary"): _summary_section(runs),
+        ("charts", "Charts"): charts_section(runs),
+        ("ledger", "Ledger"): ledger_section(runs),
+        ("engines", "Engines"): _engines_section(runs),
+        ("completions", "Completions"): _completions_section(runs),
+        ("settings", "Settings"): _settings_section(runs),
+    }
+    filled = {key: section for key, section in sections.items() if section}
+    links = "".join(f'<a href="#{anchor}">{name}</a>' for anchor, name in filled)
     return html_page(
         title=f"{title} · trustbatch report",
-        header=f"<h1>{text(title)}</h1><p>trustbatch run report</p>"
-        f'<nav><a href="#summary">Summary</a><a href="#charts">Charts</a>{engines_link}'
-        '<a href="#completions">Completions</a><a href="#settings">Settings</a></nav>',
-        sections=[
-            _summary_section(runs),
-            charts_section(runs),
-            *([_engines_section(runs)] if has_engines else []),
-            _completions_section(runs),
-            _settings_section(runs),
-        ],
+        header=f"<h1>{text(title)}</h1><p>trustbatch run report</p><nav>{links}</nav>",
+        sections=list(filled.values()),
         style=asset("viewer.css"),
         script=asset("viewer_tokens.js") + asset("viewer.js"),
     )
@@ -178,6 +199,8 @@ def _engines_section(runs: Sequence[Run]) -> str:
         for index, run in enumerate(runs)
         if run.engines
     )
+    if not blocks:
+        return ""
     return (
         '<section id="engines"><h2>Engines</h2><p class="hint">Means over the last tenth of the '
         f"steps, for engines in processes of their own.</p>\n{blocks}</section>"

@@ -3,66 +3,35 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from html import escape
 from statistics import median
 
 from trustbatch.observe.charts import (
-    COLORS,
-    Axis,
-    Band,
+    ChartSpec,
     Curve,
-    Frame,
-    band_chart,
-    legend,
-    line_chart,
-    linear_axis,
-    log_axis,
-    smooth,
-    step_axis,
+    Look,
+    chart_data,
+    chart_figure,
+    clock_data,
+    embedded_json,
 )
 from trustbatch.observe.report_data import Run
 from trustbatch.training.lag_metrics import COMPLETIONS_BY_LAG, ONE_MINUS_ESS_BY_LAG
 
-LEAD = Frame(620, 330)
-SMALL = Frame(440, 250)
-PANEL = Frame(320, 210)
 HINT = (
-    "Strong lines are moving averages over about a twentieth of a run, faint lines the raw values; "
-    "a click on a name in a legend hides or shows that run."
+    "Strong lines are moving averages, faint lines or areas behind them the values as measured; of "
+    "long runs a point stands for several steps, with their smallest and largest value around it."
 )
 QUANTILES = ("ratio/p01", "ratio/p10", "ratio/p50", "ratio/p90", "ratio/p99")
-RATIO_LIMIT = 1e-6
-_AUTO_LOG = 100.0
-
-
-@dataclass(frozen=True)
-class ChartSpec:
-    """A chart of one metric over all runs.
-
-    `scale` is "linear", "zero" (linear, from zero), "log" or "auto" (log where the data spans
-    more than two decades).  A smoothed line has the raw values drawn faintly behind it, or the
-    metric that `ghost` names.
-    """
-
-    key: str
-    title: str
-    reading: str
-    scale: str = "linear"
-    ghost: str = ""
-    smoothed: bool = True
-    interval: tuple[str, str] | None = None
-    """metrics with the ends of an interval around the line"""
-    optional: bool = False
-    """not listed as missing where no run has it"""
+_RATIO_LIMITS = (1e-6, 1e6)
 
 
 LEADING = (
     ChartSpec(
         "reward/mean",
         "Reward",
-        "Mean reward of each step's batch; the faint line is the raw value, the strong one a light "
-        "moving average.",
+        "Mean reward of each step's batch.",
     ),
     ChartSpec(
         "one_minus_ess",
@@ -74,6 +43,11 @@ LEADING = (
 )
 
 OTHERS = (
+    ChartSpec(
+        "policy/loss",
+        "Loss",
+        "What the optimizer minimizes; in RL it need not fall, but a jump tells of a bad batch.",
+    ),
     ChartSpec(
         "weight/cap",
         "Weight cap",
@@ -98,6 +72,13 @@ OTHERS = (
         "Length of the gradient before clipping, not smoothed; isolated spikes point at single bad "
         "batches.",
         scale="auto",
+        smoothed=False,
+    ),
+    ChartSpec(
+        "learning_rate",
+        "Learning rate",
+        "Of the optimizer steps of each step, not smoothed.",
+        scale="zero",
         smoothed=False,
     ),
     ChartSpec(
@@ -206,45 +187,61 @@ EVALUATION = re.compile(r"eval/(.+)/pass@1")
 REWARD_PART = re.compile(r"reward/(.+)/mean")
 TASK_PART = re.compile(r"task/(.+)/reward")
 
-RATIO_TITLE = "Ratio quantiles"
-RATIO_READING = (
-    "Ratio of trained to behavior probability per token, log axis shared by all runs: line = "
-    "median, dark band = p10 to p90, light band = p01 to p99; a band close to the dashed 1 is "
-    "on-policy."
+RATIO = ChartSpec(
+    "ratio",
+    "Ratio quantiles",
+    "Ratio of trained to behavior probability per token: line = median, dark band = p10 to p90, "
+    "light band = p01 to p99; a band close to the dashed 1 is on-policy.",
+    scale="log",
+    smoothed=False,
 )
 
 
 def charts_section(runs: Sequence[Run]) -> str:
     """Return the section with every chart that at least one run has data for."""
-    x_steps = [float(row["step"]) for run in runs for row in run.rows]
     absent: list[str] = []
 
-    def drawn(specs: Sequence[ChartSpec], frame: Frame) -> str:
+    def drawn(specs: Sequence[ChartSpec], look: Look | None = None) -> str:
         figures: list[str] = []
         for spec in specs:
             curves = curves_of(spec, runs)
             if curves:
-                figures.append(chart_figure(spec, curves, step_axis(x_steps), frame))
+                figures.append(chart_figure(spec, curves, look))
             elif not spec.optional:
                 absent.append(spec.title)
         return "\n".join(figures)
 
-    evaluations = drawn((*evaluation_specs(runs), *part_specs(runs)), SMALL)
+    evaluations = drawn((*evaluation_specs(runs), *part_specs(runs)))
     evaluated = f'<div class="charts panels">{evaluations}</div>\n' if evaluations else ""
-    lead, panels = drawn(LEADING, LEAD), _ratio_figure(runs, step_axis(x_steps, parts=4), absent)
-    others = drawn(OTHERS, SMALL)
+    lead, panels = drawn(LEADING, Look(lead=True)), _ratio_figure(runs, absent)
+    others = drawn(OTHERS)
     if any(max(run.by_lag(COMPLETIONS_BY_LAG), default=0) for run in runs):
-        others += drawn([LAG], SMALL) + _lag_figures(runs)
+        others += drawn([LAG]) + _lag_figures(runs)
     missing = (
         f'<p class="hint">Not recorded by any of these runs: {escape(", ".join(absent))}.</p>'
         if absent
         else ""
     )
     return (
-        f'<section id="charts"><h2>Charts</h2>\n<p class="hint">{HINT}</p>'
+        f'<section id="charts"><h2>Charts</h2>\n<p class="hint">{HINT}</p>{clocks_of(runs)}'
         f'<div class="charts lead">{lead}</div>\n{evaluated}{panels}\n'
         f'<div class="charts">{others}</div>{missing}</section>'
     )
+
+
+def clocks_of(runs: Sequence[Run]) -> str:
+    """Return when each run had trained on how many tokens, for charts over tokens and hours."""
+    return embedded_json([clock_of(run) for run in runs], "clocks", "chart-clocks")
+
+
+def clock_of(run: Run) -> dict[str, list[float]]:
+    """Return the tokens and hours that a run had taken at some of its steps."""
+    columns = [
+        dict(zip(*run.series(key), strict=True)) for key in ("tokens/count", "time/step_seconds")
+    ]
+    steps = [float(row["step"]) for row in run.rows]
+    tokens, seconds = ([column.get(step, 0.0) for step in steps] for column in columns)
+    return clock_data(steps, tokens, seconds)
 
 
 def evaluation_specs(runs: Sequence[Run]) -> list[ChartSpec]:
@@ -286,13 +283,17 @@ def curves_of(spec: ChartSpec, runs: Sequence[Run]) -> list[Curve]:
         steps, values = run.series(spec.key)
         if not any(map(math.isfinite, values)):
             continue
-        ghost = run.series(spec.ghost or spec.key) if spec.smoothed else ([], [])
-        line = smooth(values) if spec.smoothed else values
+        ghost = _at(steps, run.series(spec.ghost)) if spec.ghost else []
         low, high = (run.series(key)[1] for key in spec.interval or ("", ""))
-        if len(low) != len(steps) or len(high) != len(steps):
-            low, high = [], []
-        curves.append(Curve(index, run.name, steps, line, *ghost, low, high))
+        has_band = len(low) == len(high) == len(steps)
+        bands = [(low, high)] if has_band else []
+        curves.append(Curve(index, run.name, steps, values, ghost, bands))
     return curves
+
+
+def _at(steps: Sequence[float], series: tuple[list[float], list[float]]) -> list[float]:
+    known = dict(zip(*series, strict=True))
+    return [known.get(step, math.nan) for step in steps]
 
 
 def lag_curves(
@@ -303,7 +304,7 @@ def lag_curves(
     for index, run in enumerate(runs):
         if by_lag := run.by_lag(prefix):
             lags = [float(lag) for lag in by_lag]
-            curves.append(Curve(index, run.name, lags, summary(by_lag), marked=True))
+            curves.append(Curve(index, run.name, lags, summary(by_lag)))
     return curves
 
 
@@ -317,73 +318,65 @@ def _medians(by_lag: dict[int, list[float]]) -> list[float]:
 
 
 def _lag_figures(runs: Sequence[Run]) -> str:
+    look = Look(x="lag", marked=True, x_include=(0.0,))
     figures = ""
     for spec, summary in ((COMPLETIONS_BY_LAG_SPEC, _shares), (ESS_BY_LAG_SPEC, _medians)):
         if curves := lag_curves(runs, spec.key, summary):
-            lags = [lag for curve in curves for lag in curve.steps]
-            figures += chart_figure(spec, curves, step_axis([0.0, *lags], name="lag"), SMALL)
+            figures += chart_figure(spec, curves, look)
     return figures
 
 
-def value_axis(spec: ChartSpec, curves: Sequence[Curve]) -> Axis:
-    """Return the vertical axis that holds every line of a chart."""
-    values = [
-        value
-        for curve in curves
-        for value in (*curve.values, *curve.ghost, *curve.low, *curve.high)
-    ]
-    finite = [value for value in values if math.isfinite(value)]
-    wide = bool(finite) and min(finite) > 0 and max(finite) / min(finite) > _AUTO_LOG
-    if spec.scale == "log" or (spec.scale == "auto" and wide):
-        return log_axis(finite)
-    return linear_axis(finite, zero=spec.scale == "zero")
-
-
-def bands_of(runs: Sequence[Run]) -> list[Band]:
-    """Return the ratio quantiles of every run that recorded all five of them."""
-    bands: list[Band] = []
+def ratio_curves(runs: Sequence[Run]) -> list[Curve]:
+    """Return the median ratio with bands of quantiles of every run that recorded all five."""
+    curves: list[Curve] = []
     for index, run in enumerate(runs):
         tables = [dict(zip(*run.series(key), strict=True)) for key in QUANTILES]
         steps = [step for step in tables[0] if all(step in table for table in tables)]
-        quantiles = [[table[step] for step in steps] for table in tables]
-        if any(all(map(math.isfinite, row)) for row in zip(*quantiles, strict=True)):
-            bands.append(Band(index, run.name, steps, quantiles))
-    return bands
+        p01, p10, p50, p90, p99 = ([table[step] for step in steps] for table in tables)
+        if any(all(map(math.isfinite, row)) for row in zip(p01, p10, p50, p90, p99, strict=True)):
+            curves.append(Curve(index, run.name, steps, p50, bands=[(p01, p99), (p10, p90)]))
+    return curves
 
 
-def chart_figure(
-    spec: ChartSpec, curves: Sequence[Curve], x: Axis, frame: Frame, y: Axis | None = None
-) -> str:
-    """Return a chart with its title, how to read it, and its legend; its axis fits its curves."""
-    y = y or value_axis(spec, curves)
-    scale = " <small>log axis</small>" if y.log else ""
-    entries = [(curve.run, curve.label) for curve in curves]
-    names = legend(entries, fold=frame is not LEAD)
-    crowd = " crowd" if len(curves) > COLORS else ""
-    hover = ' data-hover="moving average"' if spec.smoothed else ""
-    return (
-        f'<figure class="card{crowd}" data-metric="{escape(spec.key)}"{hover}>'
-        f"<figcaption><h3>{escape(spec.title)}{scale}</h3>"
-        f"<p>{escape(spec.reading)}</p></figcaption>"
-        f"{line_chart(curves, x, y, frame, spec.title)}{names}</figure>"
-    )
+def run_charts(run: Run) -> list[tuple[ChartSpec, Curve, Look]]:
+    """Return every chart over steps that a run has data for."""
+    specs = (*LEADING, *evaluation_specs([run]), *part_specs([run]), *OTHERS, LAG)
+    charts = [
+        (spec, curve, Look(lead=spec in LEADING))
+        for spec in specs
+        for curve in curves_of(spec, [run])
+    ]
+    return charts + [
+        (RATIO, curve, Look(level=1.0, limits=_RATIO_LIMITS)) for curve in ratio_curves([run])
+    ]
 
 
-def _ratio_figure(runs: Sequence[Run], x: Axis, absent: list[str]) -> str:
-    bands = bands_of(runs)
-    if not bands:
-        absent.append(RATIO_TITLE)
+def _ratio_figure(runs: Sequence[Run], absent: list[str]) -> str:
+    curves = ratio_curves(runs)
+    if not curves:
+        absent.append(RATIO.title)
         return ""
-    # The axis always includes 1, the on-policy level.
-    values = [1.0, *(value for band in bands for curve in band.quantiles for value in curve)]
-    y = log_axis(values, floor=RATIO_LIMIT, ceiling=1 / RATIO_LIMIT)
+    # all panels have the same axes, and the vertical one includes 1, the on-policy level
+    values = [v for curve in curves for low, high in curve.bands for v in (*low, *high)]
+    values = [value for value in values if math.isfinite(value)]
+    steps = [step for curve in curves for step in curve.steps]
+    look = Look(
+        level=1.0,
+        limits=_RATIO_LIMITS,
+        x_include=(min(steps), max(steps)),
+        y_include=(1.0, min(values), max(values)),
+    )
     panels = "\n".join(
-        f'<div class="panel" data-run="{band.run}">{legend([(band.run, band.label)])}'
-        f"{band_chart(band, x, y, PANEL, f'{RATIO_TITLE} of {band.label}')}</div>"
-        for band in bands
+        '<div class="panel">'
+        + embedded_json(
+            chart_data(replace(RATIO, title=f"{RATIO.title} of {curve.label}"), [curve], look),
+            "chart-data",
+        )
+        + "</div>"
+        for curve in curves
     )
     return (
         '<figure class="card panels" data-metric="ratio"><figcaption>'
-        f"<h3>{RATIO_TITLE} <small>log axis</small></h3><p>{escape(RATIO_READING)}</p>"
+        f"<h3>{RATIO.title}</h3><p>{escape(RATIO.reading)}</p>"
         f'</figcaption><div class="multiples">{panels}</div></figure>'
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trustbatch.observe.page_parts import embedded_json
+from trustbatch.observe.charts import embedded_json
 from trustbatch.observe.report_data import Run, number, read_rollouts
 
 TEXT_BYTES = 16_000_000

@@ -1,13 +1,13 @@
 """The charts of a study: one color per arm in all regimes, and bands over its seeds."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from trustbatch.evaluation.report import PASS_AT_K_READING, k_axis
+from trustbatch.evaluation.report import PASS_AT_K_READING
 from trustbatch.evaluation.results import AVERAGE
-from trustbatch.observe.charts import Axis, Curve, Frame, linear_axis, smooth, step_axis
-from trustbatch.observe.report_charts import SMALL, ChartSpec, chart_figure, value_axis
+from trustbatch.observe.charts import ChartSpec, Curve, Look, chart_figure
 from trustbatch.studies.comparisons import Contender, contenders
 from trustbatch.studies.curves import (
     Points,
@@ -26,14 +26,14 @@ from trustbatch.studies.results import (
     RunState,
     StudyResults,
     StudyRun,
+    reward_bounds,
 )
 
-FRAME = Frame(560, 320)
 SUBJECT_COLOR = 1
 """red, as in the paper; the first of the others is blue"""
 BAND_READING = (
-    "The line is the mean, a moving average over about a twentieth of the steps; the band is one "
-    "standard deviation over seeds, or over arms for a mean of several arms."
+    "The line is the mean, a moving average; the band is one standard deviation over seeds, or "
+    "over arms for a mean of several arms, cut at 0 and 1 where all rewards lie between them."
 )
 PASS_AT_K_OVER_SEEDS = (
     "The probability that at least one of k samples is right; the band is one standard deviation "
@@ -98,23 +98,20 @@ class Colors:
 
 def reward_figures(results: StudyResults, colors: Colors) -> str:
     """Return the reward charts of each regime, with families as one curve and by member."""
-    spec = ChartSpec(REWARD, "", "", smoothed=True)
+    spec = ChartSpec(REWARD, "", "")
+    bounds = reward_bounds(results.runs)
     groups: list[tuple[str, list[Curve]]] = []
     for regime, label in results.regimes.items():
         rivals = contenders(results.in_regime(regime))
-        together = curves_of(rivals, colors, REWARD)
+        together = curves_of(rivals, colors, REWARD, bounds)
         groups.append((_title("Reward", label), together))
         if any(len(each.members) > 1 for each in rivals):
             apart = [Contender.of(arm) for each in rivals for arm in each.members]
-            each_arm = curves_of(apart, colors, REWARD)
+            each_arm = curves_of(apart, colors, REWARD, bounds)
             groups.append((_title("Reward of every arm", label), each_arm))
-    # one scale for all regimes, so that they can be compared
-    everything = [curve for _, curves in groups for curve in curves]
-    x, y = _step_axis(everything), linear_axis(_within_data(results, everything))
+    look = _shared_axes([curve for _, curves in groups for curve in curves], lead=True)
     return "\n".join(
-        chart_figure(replace(spec, title=title), curves, x, FRAME, y)
-        for title, curves in groups
-        if curves
+        chart_figure(replace(spec, title=title), curves, look) for title, curves in groups if curves
     )
 
 
@@ -126,10 +123,9 @@ def trust_figures(results: StudyResults, colors: Colors) -> str:
             label: curves_of(map(Contender.of, results.in_regime(regime)), colors, spec.key)
             for regime, label in results.regimes.items()
         }
-        everything = [curve for curves in groups.values() for curve in curves]
-        x, y = _step_axis(everything), value_axis(spec, everything)
+        look = _shared_axes([curve for curves in groups.values() for curve in curves])
         figures += [
-            chart_figure(replace(spec, title=_title(spec.title, label)), curves, x, SMALL, y)
+            chart_figure(replace(spec, title=_title(spec.title, label)), curves, look)
             for label, curves in groups.items()
             if curves
         ]
@@ -152,28 +148,33 @@ def pass_at_k_figures(results: StudyResults, colors: Colors) -> str:
             ]
             if curves:
                 spec = ChartSpec("pass@k", _title(task, label), reading, "zero", smoothed=False)
-                ks = k_axis(int(max(k for curve in curves for k in curve.steps)))
-                figures.append(chart_figure(spec, curves, ks, FRAME))
+                figures.append(chart_figure(spec, curves, Look(x="k", lead=True)))
     return "\n".join(figures)
 
 
-def curves_of(rivals: Iterable[Contender], colors: Colors, key: str) -> list[Curve]:
-    """Return a smoothed curve with its band for every contender that recorded the metric."""
-    found = []
-    for each in rivals:
-        # mean minus deviation may be below zero, which a log axis can't show
-        is_range = key != REWARD
-        curve = _curve(each, colors.number(each), lambda run: metric_points(run, key), is_range)
-        if curve:
-            found.append(
-                replace(
-                    curve,
-                    values=smooth(curve.values),
-                    low=smooth(curve.low),
-                    high=smooth(curve.high),
-                )
-            )
-    return found
+def curves_of(
+    rivals: Iterable[Contender],
+    colors: Colors,
+    key: str,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+) -> list[Curve]:
+    """Return a curve with its band for every contender that recorded the metric."""
+    # mean minus deviation may be below zero, which a log axis can't show
+    is_range = key != REWARD
+    curves = [
+        _curve(each, colors.number(each), lambda run: metric_points(run, key), is_range)
+        for each in rivals
+    ]
+    return [_within(curve, bounds) for curve in curves if curve]
+
+
+def _within(curve: Curve, bounds: tuple[float, float]) -> Curve:
+    """Cut the bands of a curve: a deviation reaches beyond the bounds, a reward does not."""
+    bands = [
+        ([max(value, bounds[0]) for value in low], [min(value, bounds[1]) for value in high])
+        for low, high in curve.bands
+    ]
+    return replace(curve, bands=bands)
 
 
 def _curve(
@@ -189,13 +190,13 @@ def _curve(
     if not mean:
         return None
     low, high = range_curves(parts) if is_range else around(mean, deviation_curve(parts))
+    ends = [[end.get(x, mean[x]) for x in mean] for end in (low, high)]
     return Curve(
         number,
         _label(contender),
         list(mean),
         list(mean.values()),
-        low=[low.get(x, mean[x]) for x in mean] if low else (),
-        high=[high.get(x, mean[x]) for x in mean] if high else (),
+        bands=[(ends[0], ends[1])] if low else (),
     )
 
 
@@ -206,9 +207,9 @@ def _pass_at_k_curve(contender: Contender, number: int, task: str) -> Curve | No
         lambda run: {float(score.k): score.value for score in pass_at_k_scores(run, task)},
     )
     if curve is None or len(contender.runs) > 1:
-        return curve
+        return curve and _within(curve, (0.0, 1.0))
     scores = pass_at_k_scores(contender.runs[0], task)
-    return replace(curve, low=[s.low for s in scores], high=[s.high for s in scores])
+    return replace(curve, bands=[([s.low for s in scores], [s.high for s in scores])])
 
 
 def _label(contender: Contender) -> str:
@@ -223,13 +224,15 @@ def _title(what: str, regime_label: str) -> str:
     return f"{what}: {regime_label}" if regime_label else what
 
 
-def _step_axis(curves: Iterable[Curve]) -> Axis:
-    return step_axis([step for curve in curves for step in curve.steps])
-
-
-def _within_data(results: StudyResults, curves: Iterable[Curve]) -> list[float]:
-    """Return the values of curves and bands, clipped to the range of all rewards."""
-    rewards = [reward for run in results.runs for reward in run.series(REWARD)[1]]
-    low, high = min(rewards, default=0.0), max(rewards, default=1.0)
-    values = [v for curve in curves for v in (*curve.values, *curve.low, *curve.high)]
-    return [min(max(value, low), high) for value in values]
+def _shared_axes(curves: Sequence[Curve], *, lead: bool = False) -> Look:
+    """Return one scale for all regimes, so that they can be compared."""
+    steps = [step for curve in curves for step in curve.steps]
+    values = [value for curve in curves for value in curve.values]
+    values += [value for curve in curves for band in curve.bands for end in band for value in end]
+    if not steps:
+        return Look(lead=lead)
+    return Look(
+        lead=lead,
+        x_include=(min(steps), max(steps)),
+        y_include=(min(values), max(values)),
+    )

@@ -10,7 +10,7 @@ The numbers of a run are means over a window of steps, a tenth of those planned 
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -325,6 +325,20 @@ def _shared_end(labels: Sequence[str]) -> str:
             break
         shared.insert(0, parts[0])
     return _COMMA.join(shared) if len(labels) > 1 else ""
+
+
+def reward_bounds(runs: Iterable[StudyRun]) -> tuple[float, float]:
+    """Return what a mean reward can't leave: 0 and 1 where all rewards lie between them.
+
+    An interval made of deviations reaches beyond; what it says there can't happen.
+    """
+    rewards = [
+        reward
+        for run in runs
+        for reward in (*run.series(REWARD)[1], *([run.held_out.mean] if run.held_out else []))
+    ]
+    is_bounded = all(0.0 <= reward <= 1.0 for reward in rewards)
+    return (0.0, 1.0) if is_bounded else (-math.inf, math.inf)
 
 
 def read_study(folder: Path) -> StudyResults:

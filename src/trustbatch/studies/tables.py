@@ -23,6 +23,7 @@ from trustbatch.studies.results import (
     Spread,
     StudyResults,
     StudyRun,
+    reward_bounds,
 )
 from trustbatch.studies.verdict import StudyVerdict, plain, signed, small
 
@@ -88,10 +89,11 @@ def held_out(row: Contender) -> str:
     found = [run.held_out for run in row.runs if run.held_out]
     if not found:
         return DASH
-    if len(found) == 1:
-        return _with_interval(found[0].mean, found[0].low, found[0].high)
-    value, low, high, _ = mean_interval([each.mean for each in found])
-    return _with_interval(value, low, high)
+    value, low, high = found[0].mean, found[0].low, found[0].high
+    if len(found) > 1:
+        value, low, high, _ = mean_interval([each.mean for each in found])
+    lowest, highest = reward_bounds(row.runs)
+    return _with_interval(value, max(low, lowest), min(high, highest))
 
 
 def collapse(row: Contender) -> str:
