@@ -58,9 +58,8 @@ def measure(session: Session, rounds: int) -> None:
     for number in range(rounds + 1):
         if number == 1:
             seconds.clear()  # the first round warms up
-        _, took = timed(source.next_batch)
+        batch, took = timed(source.next_batch)
         seconds.setdefault("generate", []).append(took)
-        batch = session.state.pending[0]
         wanted = recorder.observation(batch)
         kinds = {
             "train": Observation(),
@@ -70,7 +69,9 @@ def measure(session: Session, rounds: int) -> None:
         for kind, observation in kinds.items():
             _, took = timed(partial(train, session, batch, observation))
             seconds.setdefault(kind, []).append(took)
-        _, took = timed(partial(with_version_logp, batch, session.trainer, version=0))
+        took = 0.0
+        if session.config.rollout.lag:
+            _, took = timed(partial(with_version_logp, batch, session.trainer, version=0))
         seconds.setdefault("log-probs of the sampling version", []).append(took)
     report({kind: statistics.median(each) for kind, each in seconds.items()}, session)
 

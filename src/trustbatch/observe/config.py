@@ -29,7 +29,7 @@ class RunConfig(Table):
     """tokens of each sample that are recorded one by one; longer completions as text only"""
     rollouts_megabytes: Changeable[int] = Field(default=256, ge=1)
     """size of rollouts/: beyond it, every second file is deleted"""
-    ledger_every: Changeable[int] = Field(default=20, ge=0)
+    ledger_every: Changeable[int] = Field(default=25, ge=0)
     """steps between ledgers, which take a forward pass where several updates share a batch, and
     one more where rollouts lag; the first step has one; 0: none"""
 
