@@ -78,7 +78,7 @@ def _measured(inspection: Inspection, row: ObjectiveRow, hot: bool) -> str:
 
 
 def _signed(estimate: Estimate) -> str:
-    return f"{estimate.value:+.2g} ± {estimate.standard_error:.1g}"
+    return f"{estimate.value:+.3f} ± {estimate.standard_error:.3f}"
 
 
 def _extremes(inspection: Inspection) -> list[str]:

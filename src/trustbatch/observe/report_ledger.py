@@ -139,5 +139,6 @@ def _bar(size: object, whole: float) -> str:
     share = number(size) / whole if whole > 0 else math.nan
     if not math.isfinite(share):
         return ""
-    percent = f"{share:.0%}" if whole == 1.0 else ""
-    return f'<i style="width: {min(max(share, 0.0), 1.0) * 70:.1f}%"></i>{percent}'
+    # + 0.0: a share of -0.001 is 0%, not -0%
+    percent = f"{round(share, 2) + 0.0:.0%}" if whole == 1.0 else ""
+    return f'<i style="width: {min(max(share, 0.0), 1.0) * 55:.1f}%"></i>{percent}'
