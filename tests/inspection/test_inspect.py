@@ -349,6 +349,9 @@ def test_wrong_inputs_are_one_sentence_each(
     weights = "can't be inspected: steps 1, 3, 4 can be computed again from weights"
     assert f"{weights}, and completions of step 2 were logged" in gone
     assert "did you mean 'grpo'" in error_of(capsys, path, "--objective", "gropo")
+    assert "--objective" in error_of(capsys, path, "--objective", "")
+    without = error_of(capsys, path, "--objective", "grpo reference_kl_coef=0.1")
+    assert "the run has no reference policy" in without
     few = error_of(capsys, path, "--fresh-samples", "8")
     assert "ask for 12 or more, or for 0" in few
     broken = error_of(capsys, path, "--objective", "broken_objective.py:Broken")

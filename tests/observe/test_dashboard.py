@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -185,6 +186,23 @@ def test_the_newest_completions(tmp_path: Path) -> None:
     # one that is still being written
     (folder / "step-000011.jsonl.gz").write_bytes(gzip.compress(written.encode())[:40])
     assert runs.completions("a") == []
+    damaged = bytearray(gzip.compress(written.encode()))
+    damaged[20:30] = b"\xff" * 10
+    (folder / "step-000012.jsonl.gz").write_bytes(damaged)
+    assert runs.completions("a") == []
+
+
+def test_a_run_that_can_not_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", 3)
+    make_run(tmp_path / "b", 3)
+    (tmp_path / "b" / "metrics.jsonl").unlink()
+    (tmp_path / "b" / "metrics.jsonl").mkdir()
+    runs = RunsBelow(tmp_path)
+    steps = {row["name"]: row["step"] for row in runs.page(0, "")["rows"]}
+    assert steps["a"] == 3
+    reader = MetricsReader(tmp_path / "b" / "metrics.jsonl")
+    reader.update()
+    assert reader.rows == []
 
 
 def test_links_out_of_the_folder_are_not_served(tmp_path: Path) -> None:
@@ -374,6 +392,13 @@ def test_a_live_page_in_a_browser(tmp_path: Path) -> None:
         page.load(address, width=420, dark=True)
         page.wait_for("document.querySelectorAll('svg.chart path.line').length === 5")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        # a chosen run that is gone is dropped, and the page goes on with the others
+        shutil.rmtree(root / "folder")
+        page.wait_for("document.querySelectorAll('svg.chart path.line').length === 3")
+        add_steps(run, range(11, 13))
+        page.wait_for(f"{points} === 13")
+        assert page.evaluate("document.querySelector('.gone').hidden")
+        page.complaints = [each for each in page.complaints if "404" not in each]
         assert page.evaluate("document.images.length") == 0
         assert (page.complaints, page.dialogs) == ([], [])
         allowed = ("about:blank", dashboard.url, "data:image/svg", f"blob:{dashboard.url}")

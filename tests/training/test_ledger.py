@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.rollout_files import read_rollouts, rollout_file
+from tests.support.rollout_files import read_rollouts, rollout_file, rollout_text
 from tests.support.sessions import train_session
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from trustbatch.config import parse_config
 from trustbatch.loops.session import Session
 from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.objectives.metrics import LogRatioPart
+from trustbatch.training import observation
 from trustbatch.training.ledger import CAUSES, Ledger
 from trustbatch.types import Prompt
 
@@ -263,6 +264,23 @@ def test_token_records_hold_what_the_objective_saw(tiny_folder: Path, tmp_path: 
                 is_clipped = ratio > 1.2 if row["advantage"] > 0 else ratio < 0.8
                 assert weight == pytest.approx(0.0 if is_clipped else ratio, abs=2e-3)
     assert moved > 1e-3  # the second mini-batch is trained on after an update
+
+
+def test_a_token_that_can_not_be_measured_is_null_in_the_record(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = observation._columns
+
+    def broken(*arguments: Any) -> dict[str, Tensor]:
+        columns = original(*arguments)
+        columns["ratio"][::2] = torch.nan
+        return columns
+
+    monkeypatch.setattr(observation, "_columns", broken)
+    result = trustbatch.train(**tables(tiny_folder, tmp_path, training={"steps": 1}))
+    text = rollout_text(rollout_file(result.folder, 1))
+    assert "NaN" not in text
+    assert '"ratio": [null' in text
 
 
 def test_what_is_logged_is_bounded(tiny_folder: Path, tmp_path: Path) -> None:

@@ -106,8 +106,18 @@ def anchored(candidates: Sequence[Candidate]) -> list[str]:
     return [each.label for each in candidates if each.objective.needs_anchor]
 
 
+def refuse_without_reference(candidates: Sequence[Candidate]) -> None:
+    """Refuse a KL to a reference policy that the run does not have."""
+    for each in candidates:
+        if each.objective.reference_kl_coef:
+            raise ConfigError(
+                f"--objective {each.label}: the run has no reference policy, so leave out "
+                "reference_kl_coef."
+            )
+
+
 def _build(word: str) -> Objective:
-    name, *settings = word.split()
+    name, *settings = word.split() or [""]
     tree: dict[str, Any] = {"name": name}
     for setting in settings:
         apply_override(tree, f"--{setting}")

@@ -17,6 +17,7 @@ from trustbatch.inspection.candidates import (
     MeanEntropy,
     anchored,
     choose_candidates,
+    refuse_without_reference,
     without_top,
     without_weights,
 )
@@ -117,6 +118,8 @@ def _from_weights(
     widths = {_top_width(each) for each in sequences}
     has_top = len(widths) == 1 and None not in widths
     candidates = choose_candidates(steps.config.objective, request.objectives, has_top_logp=has_top)
+    if run.trainer.reference is None:
+        refuse_without_reference(candidates)
     fresh_groups: list[list[RolloutGroup]] = []
     for part in range(num_parts):
         say(f"generating fresh rollouts, part {part + 1} of {num_parts}")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def _records(file: Path) -> list[dict[str, Any]]:
         raw = file.read_bytes()
         text = gzip.decompress(raw) if file.suffix == ".gz" else raw
         lines = [json.loads(line) for line in text.splitlines()]
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise ConfigError(
             f"{file} can't be read ({error}): choose another step with --step."
         ) from error

@@ -10,7 +10,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.rewards import GroupScorer
-from trustbatch.rollout.collect import collect
+from trustbatch.rollout.collect import collect, refuse_repeated
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import LearningTask, Task
 from trustbatch.types import Prompt, RolloutBatch, RolloutGroup, SamplingParams
@@ -54,6 +54,7 @@ class BatchGenerator:
             num_unequal += len(unequal)
             num_rounds += 1
             num_tokens += _num_tokens(groups)
+        refuse_repeated([group.prompt for group in kept])
         num_missing = max(size - len(kept), 0)
         spare = tuple(kept[size:])
         metrics = {

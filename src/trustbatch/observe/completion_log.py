@@ -86,7 +86,7 @@ def readable_record(
         **({"ungraded": f"{grade.status}: {grade.reason}"} if grade.reason else {}),
         "finish_reason": str(completion.finish_reason),
         "tokens": num_sampled,
-        "mean_behavior_logp": float(behavior_logp.mean()),
+        "mean_behavior_logp": _number(float(behavior_logp.mean())),
         **asdict(completion.provenance),
     }
     if completion.versions is not None:
@@ -104,9 +104,10 @@ def _token_lists(
     token_ids = completion.token_ids.tolist()
     behavior = completion.behavior_logp
     anchor = behavior if completion.anchor_logp is None else completion.anchor_logp
-    moments = RatioMoments.of(columns["ratio"].log())
+    log_ratio = columns["ratio"].log()
+    moments = RatioMoments.of(log_ratio[log_ratio.isfinite()])
     lists = {
-        "one_minus_ess": 1.0 - float(effective_sample_size(moments)),
+        "one_minus_ess": _number(1.0 - float(effective_sample_size(moments))),
         "token": tokenizer.batch_decode([[each] for each in token_ids], skip_special_tokens=False),
         "token_id": token_ids,
         "behavior_logp": _spread(completion, completion.of_policy(behavior), LOGP_DIGITS),

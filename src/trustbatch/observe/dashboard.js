@@ -19,7 +19,7 @@
 
   async function ask(what, parameters) {
     const answer = await fetch(`/api/${what}?${new URLSearchParams(parameters)}`);
-    if (!answer.ok) throw new Error(await answer.text());
+    if (!answer.ok) throw Object.assign(new Error(await answer.text()), { status: answer.status });
     return answer.json();
   }
 
@@ -114,12 +114,28 @@
 
   // What is chosen
 
+  function drop(name) {
+    if (!chosen.has(name)) return;
+    Charts.clocks.delete(chosen.get(name).line);
+    chosen.delete(name);
+    shownCompletions.get(name)?.block.remove();
+    shownCompletions.delete(name);
+  }
+
+  // A run that was deleted or renamed since it was chosen is chosen no more.
+  async function askOfRun(what, parameters) {
+    try {
+      return await ask(what, parameters);
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      drop(parameters.name);
+      return null;
+    }
+  }
+
   function choose(name) {
     if (chosen.has(name)) {
-      Charts.clocks.delete(chosen.get(name).line);
-      chosen.delete(name);
-      shownCompletions.get(name)?.block.remove();
-      shownCompletions.delete(name);
+      drop(name);
     } else if (chosen.size < MOST_CHOSEN) {
       const taken = new Set([...chosen.values()].map((each) => each.line));
       let line = 0;
@@ -134,7 +150,9 @@
 
   async function refreshRun(name, run) {
     const after = run.tail > LONGEST_TAIL ? 0 : run.rows;
-    const answer = await ask("series", { name, generation: after ? run.generation : 0, after });
+    const answer = await askOfRun("series", { name, generation: after ? run.generation : 0, after });
+    // nothing of it, or what another request has brought meanwhile
+    if (!answer || (answer.first && answer.first !== run.rows)) return null;
     if (answer.first === 0 && answer.charts.length) Object.assign(run, { series: new Map(), tail: 0 });
     const isNew = answer.charts.length > 0;
     run.tail += answer.first ? answer.rows - answer.first : 0;
@@ -145,7 +163,7 @@
       const own = { ...added, line: run.line, run: run.line };
       run.series.set(model.key, joined(run.series.get(model.key), own));
     }
-    return isNew;
+    return isNew ? run : null;
   }
 
   // New points behind those that are there; a point of one step is its own smallest and largest value.
@@ -167,7 +185,7 @@
 
   async function refreshCharts() {
     const changes = await Promise.all([...chosen].map(([name, run]) => refreshRun(name, run)));
-    showCharts(new Set([...chosen.values()].filter((_, number) => changes[number])));
+    showCharts(new Set(changes.filter(Boolean)));
     toolbar.show();
     await Promise.all([...chosen.keys()].map(refreshCompletions));
   }
@@ -232,7 +250,8 @@
     if (!shownCompletions.has(name)) shownCompletions.set(name, completionsBlock(name));
     const shown = shownCompletions.get(name);
     if (!shown.block.open) return;
-    const rows = await ask("completions", { name });
+    const rows = await askOfRun("completions", { name });
+    if (!rows) return;
     const written = JSON.stringify(rows);
     if (written === shown.written) return;
     shown.written = written;
@@ -255,7 +274,7 @@
   // Beginning, and then again and again
 
   place("completions").append(html("h2", {}, "Newest completions"));
-  const gone = html("p", { class: "note gone", hidden: "" }, "The dashboard does not answer: was it ended?");
+  const gone = html("p", { class: "note gone", hidden: "" });
   place("where").after(gone);
 
   async function poll() {
@@ -265,7 +284,9 @@
         await refreshCharts();
         gone.hidden = true;
       } catch (error) {
-        if (!(error instanceof TypeError)) throw error; // what fetch gives for no answer at all
+        // a TypeError is what fetch gives for no answer at all
+        gone.textContent = error instanceof TypeError
+          ? "The dashboard does not answer: was it ended?" : `The dashboard failed: ${error.message}`;
         gone.hidden = false;
       }
     }

@@ -143,10 +143,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_written_page(self, name: str) -> None:
         with self._dashboard.lock:
             file = self._dashboard.runs.page_file(name)
-        if file is None:
+        try:
+            page = None if file is None else file.read_bytes()
+        except OSError:  # deleted meanwhile, or another user's
+            page = None
+        if page is None:
             self._send(HTTPStatus.NOT_FOUND, b"There is no page of this run.\n")
         else:
-            self._send(HTTPStatus.OK, file.read_bytes(), "text/html", WRITTEN_PAGE_POLICY)
+            self._send(HTTPStatus.OK, page, "text/html", WRITTEN_PAGE_POLICY)
 
     def _send(
         self, status: HTTPStatus, body: bytes, kind: str = "text/plain", policy: str = POLICY

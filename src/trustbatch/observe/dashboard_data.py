@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -81,8 +82,8 @@ class MetricsReader:
                     self.generation += 1
                 opened.seek(self._offset)
                 added, newline, _ = opened.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return  # the run has not reached its first step
+        except OSError:
+            return  # the run has not reached its first step, or is another user's
         self._offset += len(added) + len(newline)
         self.rows += [row for line in added.split(b"\n") if (row := _step_row(line))]
 
@@ -244,7 +245,7 @@ def _last_row(file: Path) -> dict[str, Any]:
         with file.open("rb") as opened:
             opened.seek(max(opened.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
             lines = opened.read().split(b"\n")[:-1]
-    except FileNotFoundError:
+    except OSError:
         return {}
     return next((row for line in reversed(lines) if (row := _step_row(line))), {})
 
@@ -258,8 +259,8 @@ def _first_lines(file: Path) -> list[bytes]:
         else:
             with file.open("rb") as opened:
                 content = opened.read(COMPLETIONS_BYTES)
-    except (OSError, EOFError):
-        return []  # being written, or cut by a kill
+    except (OSError, EOFError, zlib.error):
+        return []  # being written, cut by a kill, or damaged
     return content.split(b"\n")[:-1]
 
 

@@ -27,7 +27,7 @@ def collect(
     If `task` is an environment it replies, for up to `max_turns` turns per completion; None samples
     the first turn only. `first_group` is the index of the first prompt in the run.
     """
-    _refuse_repeated(prompts)
+    refuse_repeated(prompts)
     requests = [
         GenerationRequest(
             prompt_id=prompt.id,
@@ -52,7 +52,7 @@ def collect(
     return groups
 
 
-def _refuse_repeated(prompts: Sequence[Prompt]) -> None:
+def refuse_repeated(prompts: Sequence[Prompt]) -> None:
     """Refuse two prompts with one id, which would get the same random numbers."""
     seen: set[str] = set()
     for prompt in prompts:

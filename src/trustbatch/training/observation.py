@@ -92,10 +92,12 @@ class TokenObserver:
         """Take note of the log-probs of some completions before the first update."""
         self._initial |= logp
 
-    def end_pass(self) -> None:
+    def end_pass(self, *, is_last: bool) -> None:
         """Share what was noted: in the next pass the sequences are on other ranks. Collective."""
-        if self.wants_initial:
-            self._initial = _merged(all_gather(self._initial))
+        if self.wants_initial and not is_last:
+            # copies: views would be sent with the values of their whole batch
+            own = {key: logp.clone() for key, logp in self._initial.items()}
+            self._initial = _merged(all_gather(own))
         self._is_first_pass = False
 
     def measure(self, tokens: TokenBatch, batch: MicroBatch, totals: Totals) -> Metrics:

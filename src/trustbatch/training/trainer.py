@@ -98,7 +98,7 @@ class Trainer:
                 [self._prepare(batch, len(parts), observer) for batch in part] for part in parts
             ]
             steps += [self._optimizer_step(part, observer) for part in prepared]
-            observer.end_pass()
+            observer.end_pass(is_last=pass_number == self.config.passes - 1)
         observer.finish()
         return average_over_steps(steps)
 
@@ -123,7 +123,8 @@ class Trainer:
         for batch in self._micro_batches(sequences):
             batch = batch.to(self.policy.device)
             logp = token_logprobs(self.policy, batch, temperature=self.policy_temperature).logp
-            found |= batch.by_completion(logp.cpu())
+            # copies: a view would be sent and kept with the values of its whole batch
+            found |= {key: own.clone() for key, own in batch.by_completion(logp.cpu()).items()}
         return {key: value for part in all_gather(found) for key, value in part.items()}
 
     def _observer(
