@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support import forked
+from tests.support.rollout_files import rollout_file, rollout_text
 
 from trustbatch.cli import main
 from trustbatch.observe.run_folder import read_metrics
@@ -311,7 +312,7 @@ def test_a_row_that_fails_is_named_and_the_run_goes_on_without_it(
     assert "8 problems; left out: 1 named in task.leave_out" in capsys.readouterr().err
     prompts = []
     for step in range(1, 5):
-        lines = (tmp_path / "run" / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()
+        lines = rollout_text(rollout_file(tmp_path / "run", step)).splitlines()
         prompts += [json.loads(line)["prompt_id"] for line in lines[::4]]
     # four a step, nine seats an epoch: another row has the seat of r7, all others their own
     assert prompts[7].endswith("#0.7")

@@ -105,4 +105,6 @@ def test_what_a_cpu_can_not_do_is_refused(
 def test_vllm_is_started_for_an_anchor_only_where_one_is_recorded(
     tables: dict[str, Any], temperature: float | None
 ) -> None:
-    assert recorded_anchor_temperature(parse_config({**MINIMAL, **tables})) == temperature
+    rollout = {"engine": "vllm", **tables.get("rollout", {})}
+    config = parse_config({**MINIMAL, **tables, "rollout": rollout})
+    assert recorded_anchor_temperature(config) == temperature
