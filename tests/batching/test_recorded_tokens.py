@@ -61,3 +61,14 @@ def test_every_token_has_the_version_that_sampled_it() -> None:
     )
     batch = batch_of(spanning, make_completion([7, 8]))
     assert batch.source.tolist() == [1, 1, 2, 0, 0]
+
+
+def test_values_of_a_batch_are_given_back_to_their_completions() -> None:
+    long, short = make_completion([3, 5, 2], sample=0), make_completion([4, 6], sample=1)
+    sampled = replace(long, sampled=torch.tensor([True, False, True]))
+    batch = batch_of(short, sampled)
+    found = batch.by_completion(batch.target)
+    assert {key: values.tolist() for key, values in found.items()} == {
+        long.key: [3, 2],
+        short.key: [4, 6],
+    }

@@ -15,6 +15,7 @@ from trustbatch.objectives.estimators import RatioMoments
 from trustbatch.objectives.metrics import (
     Count,
     EffectiveSampleSize,
+    LogRatioPart,
     Max,
     Mean,
     OneMinusEss,
@@ -361,3 +362,21 @@ def test_what_an_objective_asks_of_the_trainer() -> None:
     assert not any(o.needs_top_logp for o in asks.values())
     assert build_objective("p3o", kl="top_k").needs_top_logp
     assert not build_objective("p3o", ess_scope="micro_batch").totals_need_policy
+
+
+def test_a_part_of_a_log_ratio() -> None:
+    part, rest = torch.tensor([0.1, -0.3, 0.2]), torch.tensor([0.0, 0.2, 0.1])
+    log_ratio = part + rest
+    halves = [LogRatioPart.of(part[:1], log_ratio[:1]), LogRatioPart.of(part[1:], log_ratio[1:])]
+    found = halves[0].merge(halves[1]).values("x")
+    ratios = part.double().exp()
+    assert found["x/ratio_mean"] == pytest.approx(float(ratios.mean()))
+    ess = float(ratios.sum() ** 2 / (3 * ratios.square().sum()))
+    assert found["x/one_minus_ess"] == pytest.approx(1.0 - ess)
+    covariance = float(((part - part.mean()) * (log_ratio - log_ratio.mean())).mean())
+    assert found["x/share"] == pytest.approx(
+        covariance / float(log_ratio.var(correction=0)), rel=1e-5
+    )
+    empty = torch.zeros(0)
+    assert LogRatioPart.of(empty, empty).values("x") == {}
+    assert "x/share" not in LogRatioPart.of(part[:1], log_ratio[:1]).values("x")

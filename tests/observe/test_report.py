@@ -247,12 +247,12 @@ def test_the_ledger_is_drawn_by_cause_and_its_newest_step_tabled(tmp_path: Path)
     ledger = ledger[: ledger.index("</section>")]
     assert "Step 4 <small>the newest ledger" in ledger
     cells = re.findall(r"<td[^>]*>(.*?)</td>", ledger)
-    # a full bar is 70% wide: of shares at 1, of bins at the largest of them
+    # a full bar is 55% wide: of shares at 1, of bins at the largest of them
     assert cells == [
-        *("0.075", "1.5", '<i style="width: 52.5%"></i>75%'),
-        *("0.025", "1", '<i style="width: 17.5%"></i>25%'),
-        *("0.25", "\N{EN DASH}", '<i style="width: 35.0%"></i>'),
-        *("0.5", "2", '<i style="width: 70.0%"></i>'),
+        *("0.075", "1.5", '<i style="width: 41.2%"></i>75%'),
+        *("0.025", "1", '<i style="width: 13.8%"></i>25%'),
+        *("0.25", "\N{EN DASH}", '<i style="width: 27.5%"></i>'),
+        *("0.5", "2", '<i style="width: 55.0%"></i>'),
     ]
     assert re.findall(r'row">(\d[^<]*)<', ledger) == ["0 to 15", "16 and more"]
     assert "#ledger" in [v.get("href") for _, v, _ in page.elements]

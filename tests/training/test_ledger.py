@@ -17,7 +17,6 @@ from trustbatch.build.session import build_session
 from trustbatch.config import parse_config
 from trustbatch.loops.session import Session
 from trustbatch.models.tiny import build_model, build_tokenizer
-from trustbatch.objectives.metrics import LogRatioPart
 from trustbatch.training import observation
 from trustbatch.training.ledger import CAUSES, Ledger
 from trustbatch.types import Prompt
@@ -221,24 +220,6 @@ def test_bins_hold_all_tokens(tiny_folder: Path, tmp_path: Path) -> None:
     unlikely = last["ledger/probability/0.01-0.1/ratio_mean"]
     likely = last["ledger/probability/0.1-0.5/ratio_mean"]
     assert unlikely < 1.0 < likely  # what T > 1 does
-
-
-def test_a_part_of_a_log_ratio() -> None:
-    part, rest = torch.tensor([0.1, -0.3, 0.2]), torch.tensor([0.0, 0.2, 0.1])
-    log_ratio = part + rest
-    halves = [LogRatioPart.of(part[:1], log_ratio[:1]), LogRatioPart.of(part[1:], log_ratio[1:])]
-    found = halves[0].merge(halves[1]).values("x")
-    ratios = part.double().exp()
-    assert found["x/ratio_mean"] == pytest.approx(float(ratios.mean()))
-    ess = float(ratios.sum() ** 2 / (3 * ratios.square().sum()))
-    assert found["x/one_minus_ess"] == pytest.approx(1.0 - ess)
-    covariance = float(((part - part.mean()) * (log_ratio - log_ratio.mean())).mean())
-    assert found["x/share"] == pytest.approx(
-        covariance / float(log_ratio.var(correction=0)), rel=1e-5
-    )
-    empty = torch.zeros(0)
-    assert LogRatioPart.of(empty, empty).values("x") == {}
-    assert "x/share" not in LogRatioPart.of(part[:1], log_ratio[:1]).values("x")
 
 
 def test_token_records_hold_what_the_objective_saw(tiny_folder: Path, tmp_path: Path) -> None:
