@@ -38,7 +38,7 @@ def train(
     *,
     model: str | Path | Mapping[str, Any],
     task: str | Mapping[str, Any] | Task,
-    objective: str | Mapping[str, Any] = "p3o",
+    objective: str | Mapping[str, Any] | None = None,
     **tables: Any,
 ) -> RunResult:
     """Train a model and return what came out.
@@ -48,7 +48,8 @@ def train(
             {"name": ..., "device": "cpu"}.
         task: a name, a table such as {"name": "file", "path": "train.jsonl"}, or your own object
             with `name`, `prompt` and `grade`, and `reply` where it is an environment.
-        objective: a name, or a table such as {"name": "grpo", "clip_high": 0.28}.
+        objective: a name, or a table such as {"name": "grpo", "clip_high": 0.28}; default: "p3o",
+            or "pact" where rollouts are truncated.
         **tables: any other key of the configuration, such as seed=1 or rollout={"max_tokens": 64}.
 
     Example:
@@ -63,9 +64,10 @@ def train(
     tree = {
         "model": _named(str(model) if isinstance(model, Path) else model),
         "task": task_table,
-        "objective": _named(objective),
         **tables,
     }
+    if objective is not None:
+        tree["objective"] = _named(objective)
     return train_config(parse_config(tree), own_task)
 
 

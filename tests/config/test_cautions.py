@@ -119,3 +119,13 @@ def test_a_clip_of_sequences_silences_the_wrong_ones(temperature: float) -> None
     silenced = (logp.grad == 0).double()
     assert silenced[wrong].mean() > 0.9
     assert silenced[~wrong].mean() < 0.1
+
+
+@pytest.mark.parametrize("name", ["p3o", "grpo", "decoupled"])
+def test_a_tail_that_is_never_sampled_is_named_where_nothing_pulls_it_back(name: str) -> None:
+    assert of(name=name) == ""
+    told = of(name=name, top_p=0.9)
+    assert "rollout.top_p = 0.9 never samples the tail" in told
+    assert 'objective.name = "pact"' in told
+    assert "rollout.top_p = 0.9 and rollout.top_k = 40 never" in of(name=name, top_p=0.9, top_k=40)
+    assert of(name="pact", top_p=0.9, top_k=40) == ""

@@ -49,6 +49,16 @@ def test_objectives_with_a_kl_use_the_engines_top_tokens_by_default(name: str) -
     assert grpo.rollout.top_logprobs == 0
 
 
+def test_the_default_objective_sees_the_support_where_rollouts_are_truncated() -> None:
+    def chosen(**tables: Any) -> str:
+        return parse_config(MINIMAL | tables).objective.name
+
+    assert chosen() == chosen(rollout={"top_p": 1.0, "top_k": 0}) == "p3o"
+    assert chosen(rollout={"top_p": 0.95}) == chosen(rollout={"top_k": 20}) == "pact"
+    assert chosen(rollout={"top_p": 0.95}, objective={"kl": "k3"}) == "pact"
+    assert chosen(rollout={"top_p": 0.95}, objective={"name": "p3o"}) == "p3o"
+
+
 def test_toml_round_trip_is_exact() -> None:
     import tomllib
 

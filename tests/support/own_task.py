@@ -143,3 +143,15 @@ class Chatter:
 
     def grade(self, prompt: Prompt, completion: str) -> float:
         return float(len(completion))
+
+
+class Codes:
+    """Completions whose characters have high codes are good ones: rewards differ from the start."""
+
+    name = "codes"
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(id=str(index), text=f"{10 + index % 7}+{20 + index % 11}=", answer="")
+
+    def grade(self, prompt: Prompt, completion: str) -> float:
+        return float(sum(map(ord, completion)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.own_task import Codes
 from tests.support.rollout_files import read_rollouts, rollout_file, rollout_text
 from tests.support.sessions import train_session
 from torch import Tensor
@@ -19,21 +20,8 @@ from trustbatch.loops.session import Session
 from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.training import observation
 from trustbatch.training.ledger import CAUSES, Ledger
-from trustbatch.types import Prompt
 
 TWO_PASSES = {"passes": 2, "mini_batches": 2}
-
-
-class Codes:
-    """Completions whose characters have high codes are good ones: rewards differ from the start."""
-
-    name = "codes"
-
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(id=str(index), text=f"{10 + index % 7}+{20 + index % 11}=", answer="")
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        return float(sum(map(ord, completion)))
 
 
 @pytest.fixture(scope="module")

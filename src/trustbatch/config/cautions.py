@@ -1,5 +1,6 @@
 """What a configuration may ask for, and what nevertheless works against it."""
 
+from trustbatch.config.objective import TRUNCATED_DEFAULT
 from trustbatch.config.tree import Config
 
 
@@ -8,7 +9,21 @@ def cautions(config: Config) -> list[str]:
 
     Not errors: a study may want to see what happens.
     """
-    return _clipped_temperature(config)
+    return _clipped_temperature(config) + _truncated_support(config)
+
+
+def _truncated_support(config: Config) -> list[str]:
+    """Rollouts without a tail, and an objective to which the tail is nothing."""
+    rollout = config.rollout
+    keys = {"top_p": rollout.top_p < 1.0, "top_k": rollout.top_k > 0}
+    if config.objective.build().sees_support or not any(keys.values()):
+        return []
+    named = " and ".join(f"rollout.{key} = {getattr(rollout, key):g}" for key in keys if keys[key])
+    return [
+        f"{named} never samples the tail, so {config.objective.name} does not notice what mass the "
+        "policy moves there, which has ruined runs; sample without it, or set objective.name = "
+        f'"{TRUNCATED_DEFAULT}".'
+    ]
 
 
 def _clipped_temperature(config: Config) -> list[str]:

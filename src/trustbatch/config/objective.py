@@ -14,13 +14,18 @@ from trustbatch.utils.imports import check_object_path, load_object
 from trustbatch.utils.options import check_options, find_entry
 from trustbatch.utils.tables import Choice, called
 
+DEFAULT_OBJECTIVE = "p3o"
+TRUNCATED_DEFAULT = "pact"
+"""where rollout.top_p or top_k cuts the tail: P3O's ESS can't see mass that leaves the support, and
+of the objectives tried on a real model only PACT kept what it knew (docs/results.md)"""
+
 
 class ObjectiveConfig(Choice):
     """[objective]: by name or by the path of a class; its options are the fields of the class."""
 
     kind: ClassVar[str] = "objective"
 
-    name: str = "p3o"
+    name: str = DEFAULT_OBJECTIVE
 
     def check(self) -> None:
         """Build it: the class checks the values of its options."""

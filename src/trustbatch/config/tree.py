@@ -8,7 +8,12 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from trustbatch.config.cluster import ClusterConfig
 from trustbatch.config.evaluation import EvaluationConfig
-from trustbatch.config.objective import AdvantageConfig, ObjectiveConfig
+from trustbatch.config.objective import (
+    DEFAULT_OBJECTIVE,
+    TRUNCATED_DEFAULT,
+    AdvantageConfig,
+    ObjectiveConfig,
+)
 from trustbatch.models.config import ModelConfig
 from trustbatch.observe.config import RunConfig
 from trustbatch.rewards.config import RewardConfig
@@ -41,13 +46,18 @@ class Config(Table):
     @model_validator(mode="before")
     @classmethod
     def _resolve_objective(cls, data: Any) -> Any:
-        """Have engines record the top log-probs if the objective uses them, and tell it so."""
+        """Choose the objective where none is named, and have engines record what it uses."""
         if not isinstance(data, Mapping):
             return data
         data = {key: _as_dict(value) for key, value in data.items()}
         rollout = data.setdefault("rollout", {})
+        named = data.setdefault("objective", {})
+        if isinstance(named, dict) and isinstance(rollout, dict):
+            # what is not a number is reported with all other problems
+            is_truncated = rollout.get("top_p", 1.0) != 1.0 or rollout.get("top_k", 0) != 0
+            named.setdefault("name", TRUNCATED_DEFAULT if is_truncated else DEFAULT_OBJECTIVE)
         try:
-            objective = ObjectiveConfig.model_validate(data.get("objective", {}))
+            objective = ObjectiveConfig.model_validate(named)
         except ValidationError:
             return data  # reported with all other problems
         if isinstance(rollout, dict):

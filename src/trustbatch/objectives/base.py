@@ -98,6 +98,8 @@ class Objective(ABC):
     """whether TokenBatch.proximal_logp must be given"""
     clips_behavior_ratio: ClassVar[ClipKind | None] = None
     """how it zeroes the gradient of tokens whose ratio is already far from 1, if it clips"""
+    sees_support: ClassVar[bool] = False
+    """whether it pulls back mass that leaves the support of truncated (top-p, top-k) rollouts"""
 
     def __post_init__(self) -> None:
         require_number("entropy_coef", self.entropy_coef)

@@ -39,6 +39,7 @@ class PACT(Objective):
     """how c is computed, or a constant for ablations"""
 
     needs_proximal: ClassVar[bool] = True
+    sees_support: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
