@@ -153,7 +153,7 @@ def test_other_prompts_from_the_same_files_are_noticed(
     assert main(["train", config, MORE_STEPS, *suite, accept]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_notice_an_edit_and_a_file_that_is_not_the_same_for_all(
     tmp_path: Path, tiny_folder: Path
 ) -> None:

@@ -115,14 +115,13 @@ def assert_same(actual: trustbatch.RunResult, expected: trustbatch.RunResult) ->
     assert weights(actual) == weights(expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lag", "cluster"),
     [
-        (0, {"engines": 1, "reward_workers": 1}),
-        (1, {"engines": 3, "reward_workers": 2}),
+        pytest.param(0, {"engines": 1, "reward_workers": 1}, id="lag 0", marks=pytest.mark.long),
+        pytest.param(1, {"engines": 2, "reward_workers": 2}, id="lag 1", marks=pytest.mark.slow),
+        pytest.param(1, {"engines": 3}, id="lag 1, 3 engines", marks=pytest.mark.long),
     ],
-    ids=["lag 0", "lag 1, 3 engines"],
 )
 def test_any_number_of_engines_trains_as_one_process_does(
     lag: int, cluster: dict[str, Any], tiny_folder: Path, tmp_path: Path
@@ -152,7 +151,7 @@ def test_batches_are_reused_and_dynamic_sampling_keeps_the_bound(
     assert samples[0] == samples[1] != samples[2] == samples[3] != samples[4] == samples[5]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_evaluation_is_that_of_one_process_and_changes_nothing(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -208,7 +207,7 @@ def test_trainers_get_no_task_that_would_leave_its_problems_behind(tmp_path: Pat
         refuse_unsendable(task)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_numbers(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -223,7 +222,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_numbers(
     assert_same(run(tiny_folder, tmp_path / "async", **settings), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_edited_reward_file_ends_a_resumed_start_of_two_trainers(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -239,7 +238,7 @@ def test_an_edited_reward_file_ends_a_resumed_start_of_two_trainers(
         run(tiny_folder, tmp_path, training={"steps": 2}, **settings)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_steps_extend_a_run_whose_older_versions_are_gone(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -432,7 +431,7 @@ def test_two_trainers_are_two_ranks_of_torchrun_and_nothing_listens_beyond_loopb
         assert b"RAY_USAGE_STATS_ENABLED=0" in Path(f"/proc/{pid}/environ").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_dead_trainer_ends_the_run_and_the_same_command_goes_on(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
