@@ -1,23 +1,19 @@
 """How far an unchanged GRPOTrainer is off-policy: measured, and logged beside TRL's numbers."""
 
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
-from trl import GRPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from trustbatch.errors import ConfigError
 from trustbatch.integrations.step_loss import StepMetrics
+from trustbatch.integrations.trl.log import StepLog
 from trustbatch.integrations.trl.settings import truncates, warn_of_unrecorded_truncation
 from trustbatch.integrations.trl.tokens import ledger_of, tokens_of
 from trustbatch.integrations.trl.trainer import P3OTrainer
 from trustbatch.objectives.base import ratio_metrics
-from trustbatch.utils.distributed import this_rank
-from trustbatch.utils.entropy_watch import EntropyWatch
-
-logger = logging.getLogger(__name__)
 
 
 class TrustCallback(TrainerCallback):
@@ -39,7 +35,7 @@ class TrustCallback(TrainerCallback):
         self._trainer = trainer
         self._truncated = truncates(trainer.args)
         self._metrics = StepMetrics()
-        self._entropy_watch = EntropyWatch(settings="temperature or learning_rate")
+        self._step_log = StepLog(trainer._metrics["train"], leave_out=("entropy",))
         self._inputs: dict[str, Any] | None = None
         """the micro-batch whose loss is being computed"""
         self._compute_loss = trainer._compute_loss
@@ -48,7 +44,7 @@ class TrustCallback(TrainerCallback):
         trainer._get_per_token_logps_and_entropies = self._observed_logps
 
     def _observed_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        self._inputs = inputs if self._trainer.model.training else None
+        self._inputs = inputs if model.training else None
         loss = self._compute_loss(model, inputs)
         self._inputs = None
         return loss
@@ -67,10 +63,4 @@ class TrustCallback(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Log the numbers of the optimizer step. Collective."""
-        metrics = self._metrics.finish()
-        for name, value in metrics.items():
-            if name != "entropy":  # TRL logs it under the same name
-                self._trainer._metrics["train"][name].append(value)
-        warning = self._entropy_watch.warning(metrics)
-        if warning is not None and this_rank() == 0:
-            logger.warning(warning)
+        self._step_log.write(self._metrics.finish())

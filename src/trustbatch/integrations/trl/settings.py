@@ -1,7 +1,7 @@
 """What the settings of a TRL trainer mean for an objective, and which are refused."""
 
 import logging
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from trustbatch.errors import ConfigError
@@ -33,14 +33,7 @@ COEFFICIENTS = {"beta": "reference_kl_coef", "entropy_coef": "entropy_coef"}
 
 def fitted(objective: Objective, args: Any) -> Objective:
     """Return the objective with TRL's coefficients; refuses settings that it would ignore."""
-    for field in fields(args):
-        default = field.default_factory() if field.default is MISSING else field.default
-        if field.name in LOSS_SETTINGS and getattr(args, field.name) != default:
-            raise ConfigError(
-                f"{field.name} = {getattr(args, field.name)!r} is a setting of TRL's own losses, "
-                "which an objective replaces: remove it, and set the objective's options instead, "
-                'as in objective={"name": "grpo", "clip_high": 0.28}.'
-            )
+    _refuse_loss_settings(args)
     objective = objective.resolved(has_top_logp=False)
     if objective.needs_top_logp:
         raise ConfigError(
@@ -48,20 +41,26 @@ def fitted(objective: Objective, args: Any) -> Objective:
             'record: set kl to "importance".'
         )
     for theirs, ours in COEFFICIENTS.items():
-        wanted, set_here = getattr(args, theirs, 0.0), getattr(objective, ours)
-        if set_here not in (0.0, wanted):
-            raise ConfigError(
-                f"The objective's {ours} = {set_here} has no effect in TRL: set {theirs} = "
-                f"{set_here} in its configuration instead."
-                if hasattr(args, theirs)
-                else f"The objective's {ours} = {set_here} has no effect in TRL's asynchronous "
-                "trainer: remove it."
-            )
+        wanted, given = getattr(args, theirs, 0.0), getattr(objective, ours)
+        if given not in (0.0, wanted):
+            instead = f"set {theirs} in its configuration" if hasattr(args, theirs) else "remove it"
+            raise ConfigError(f"{ours} = {given} of the objective has no effect in TRL: {instead}.")
         try:
             objective = replace(objective, **{ours: wanted})
         except ValueError as error:
             raise ConfigError(f"{theirs} = {wanted} can't be used: {error}") from error
     return objective
+
+
+def _refuse_loss_settings(args: Any) -> None:
+    defaults = {field.name: field.default for field in fields(args)}
+    for name in LOSS_SETTINGS:
+        if name in defaults and getattr(args, name) != defaults[name]:
+            raise ConfigError(
+                f"{name} = {getattr(args, name)!r} is a setting of TRL's own losses, which an "
+                "objective replaces: remove it, and set the objective's options instead, as in "
+                'objective={"name": "grpo", "clip_high": 0.28}.'
+            )
 
 
 def truncates(args: Any) -> bool:

@@ -1,23 +1,20 @@
 """P3O in TRL's GRPOTrainer."""
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
-from trl import GRPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from trustbatch.integrations.step_loss import StepLoss
 from trustbatch.integrations.step_totals import ObjectiveChoice, as_objective
+from trustbatch.integrations.trl.log import StepLog
 from trustbatch.integrations.trl.settings import fitted, truncates, warn_of_unrecorded_truncation
 from trustbatch.integrations.trl.tokens import ledger_of, loss_mask, tokens_of
 from trustbatch.objectives import TokenBatch
-from trustbatch.utils.distributed import this_rank
-from trustbatch.utils.entropy_watch import EntropyWatch
-
-logger = logging.getLogger(__name__)
+from trustbatch.utils.distributed import all_reduce_sum, num_ranks
 
 MODEL_INPUTS = (
     "pixel_values",
@@ -53,7 +50,7 @@ class P3OTrainer(GRPOTrainer):
         warn_of_unrecorded_truncation(self.args)
         self._truncated = truncates(self.args)
         self._loss = StepLoss(self.objective)
-        self._entropy_watch = EntropyWatch(settings="temperature or learning_rate")
+        self._step_log = StepLog(self._metrics["train"])
         self._samples: list[Any] = []
         """what the data loader gave for each micro-batch of the step"""
         self._step_inputs: list[dict[str, Any]] = []
@@ -77,8 +74,12 @@ class P3OTrainer(GRPOTrainer):
         self._step_inputs = []
         return self._samples, count
 
+    @property
+    def _is_training(self) -> bool:
+        return self.model is not None and self.model.training
+
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        if not self.model.training:
+        if not self._is_training:
             return super()._prepare_inputs(generation_batch)
         if not self._step_inputs:
             self._prepare_step()
@@ -94,12 +95,12 @@ class P3OTrainer(GRPOTrainer):
         self._step = self._first
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        if self.model.training:
+        if self._is_training:
             self._generated_at = self.state.global_step
         return super()._generate_and_score_completions(inputs)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if not self.model.training:
+        if not self._is_training:
             return self._evaluated_loss(model, inputs)
         number, num_batches = self._step - self._first, len(self._step_inputs)
         if number == 0 and num_batches > 1:
@@ -110,12 +111,11 @@ class P3OTrainer(GRPOTrainer):
             self._loss.begin([tokens])
         loss = self._loss.share(tokens, ledger_of(inputs, tokens, truncated=self._truncated))
         if number == num_batches - 1:
-            self._log_step(self._loss.finish())
+            self._step_log.write(self._loss.finish())
         if auxiliary is not None:
             loss = loss + self.router_aux_loss_coef * auxiliary / num_batches
-            self._metrics["train"]["aux_loss"].append(
-                self.accelerator.gather_for_metrics(auxiliary.detach()).mean().item()
-            )
+            mean = all_reduce_sum(auxiliary.detach()) / num_ranks()
+            self._metrics["train"]["aux_loss"].append(mean.item())
         return loss
 
     def _evaluated_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -163,13 +163,6 @@ class P3OTrainer(GRPOTrainer):
             return generated if is_fresh else None
         # the policy itself is the behavior policy: whatever its log-probs are, all ratios are 1
         return any_logp if sampled is None else None
-
-    def _log_step(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
-        warning = self._entropy_watch.warning(metrics)
-        if warning is not None and this_rank() == 0:
-            logger.warning(warning)
 
 
 class LearningRateFactor(TrainerCallback):
