@@ -1,14 +1,25 @@
 """P3OTrainer in TRL: its gradients are those of our own trainer, on the same tokens."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support import trl_cases
-from tests.support.trl_cases import Sampler, difference, make_trainer, own_gradient, train
+from tests.support import forked
+from tests.support.ranks import trl_worker
+from tests.support.trl_cases import (
+    Sampler,
+    Step,
+    difference,
+    make_trainer,
+    own_gradient,
+    train,
+)
 
+from trustbatch.errors import ConfigError, DivergedError
 from trustbatch.integrations.step_totals import as_objective
+from trustbatch.objectives import P3O, build_objective
 
 ROUNDING = 2e-5
 """of float32, relative to the norm of a gradient"""
@@ -21,6 +32,19 @@ def accumulated(number: int, **settings: Any) -> dict[str, Any]:
         "per_device_train_batch_size": 16 // number,
         **settings,
     }
+
+
+def count_forward_passes(trainer: Any) -> list[bool]:
+    """Return a list that gets, for each forward pass, whether it has a gradient."""
+    passes: list[bool] = []
+    compute = trainer._get_per_token_logps_and_entropies
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        passes.append(torch.is_grad_enabled())
+        return compute(*args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = counted
+    return passes
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
@@ -41,4 +65,198 @@ def test_gradients_are_ours_for_any_accumulation(
         assert len(step.inputs) == number
         expected = own_gradient(step, as_objective(objective), tiny_folder)
         assert difference(step.gradient, expected) < ROUNDING
+    assert trainer.state.log_history[0]["one_minus_ess"] < 1e-6
     assert trainer.state.log_history[1]["one_minus_ess"] > 0.01
+
+
+@pytest.mark.parametrize(
+    "objective", ["p3o", "two_anchor", {"name": "grpo", "clip_high": 0.28}, P3O(kl="k3")], ids=str
+)
+def test_with_recorded_log_probs_the_ratio_is_to_them(
+    objective: Any, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Another policy samples, at another temperature; a third of the tokens are a tool's."""
+    sampler = Sampler(tiny_folder, with_replies=True)
+    trainer = make_trainer(
+        tiny_folder,
+        tmp_path,
+        objective=objective,
+        rollout_func=sampler,
+        settings=accumulated(2, max_steps=1),
+    )
+    (step,) = train(trainer)
+    assert "tool_mask" in step.inputs[0]
+    expected = own_gradient(step, as_objective(objective), tiny_folder)
+    assert difference(step.gradient, expected) < ROUNDING
+    log = trainer.state.log_history[0]
+    assert log["one_minus_ess"] > 0.01
+    assert log["ledger/engine/one_minus_ess"] == pytest.approx(log["one_minus_ess"], rel=1e-4)
+    assert log["ledger/engine/share"] == pytest.approx(1.0)
+
+
+def test_temperature_reference_and_entropy_mean_what_they_do_here(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(
+        tiny_folder,
+        tmp_path,
+        settings=accumulated(
+            2, beta=0.1, entropy_coef=0.02, temperature=0.7, mask_truncated_completions=True
+        ),
+    )
+    steps = train(trainer)
+    own = build_objective("p3o", reference_kl_coef=0.1, entropy_coef=0.02)
+    assert trainer.objective == own.resolved(has_top_logp=False)
+    for step in steps:
+        rows = torch.cat([batch["completion_mask"].sum(1) for batch in step.inputs])
+        assert (rows == 0).any(), "some completions are masked"
+        expected = own_gradient(step, own, tiny_folder, temperature=0.7)
+        assert difference(step.gradient, expected) < ROUNDING
+    assert trainer.state.log_history[1]["kl/reference"] > 0
+
+
+def test_a_step_may_span_several_generations(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tiny_folder, tmp_path, settings=accumulated(4, steps_per_generation=2, max_steps=1)
+    )
+    (step,) = train(trainer)
+    assert len(step.inputs) == 4
+    assert difference(step.gradient, own_gradient(step, P3O(), tiny_folder)) < ROUNDING
+
+
+def test_there_is_no_pre_pass_where_the_totals_are_known(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_folder, tmp_path, settings=accumulated(2))
+    passes = count_forward_passes(trainer)
+    trainer.train()
+    assert passes == [True] * 4  # two steps of two micro-batches
+
+
+def test_there_is_one_where_they_are_not(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tiny_folder, tmp_path, settings=accumulated(2, num_iterations=2, max_steps=2)
+    )
+    passes = count_forward_passes(trainer)
+    trainer.train()
+    old, first, second = [False], [True] * 2, [False, False, True, True]
+    assert passes == old + first + second
+
+
+def test_vcpo_lowers_the_learning_rate_of_one_step(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tiny_folder,
+        tmp_path,
+        objective="vcpo",
+        rollout_func=Sampler(tiny_folder),
+        settings=accumulated(2, lr_scheduler_type="constant"),
+    )
+    steps = train(trainer)
+    for step, log in zip(steps, trainer.state.log_history, strict=False):
+        assert log["learning_rate/factor"] < 0.99
+        assert step.learning_rate == pytest.approx(5e-3 * log["learning_rate/factor"])
+        assert log["learning_rate"] == 5e-3
+
+
+@pytest.mark.slow
+def test_gradients_are_ours_on_two_ranks(tiny_folder: Path, tmp_path: Path) -> None:
+    forked.in_ranks(2, trl_worker.main, str(tiny_folder), str(tmp_path))
+    for objective in trl_worker.OBJECTIVES:
+        of_ranks = [
+            [Step(**step) for step in torch.load(tmp_path / f"{objective}-{rank}.pt")]
+            for rank in range(2)
+        ]
+        assert len(of_ranks[0]) == 2
+        for one, other in zip(*of_ranks, strict=True):
+            torch.testing.assert_close(one.gradient, other.gradient)
+            one.inputs += other.inputs
+            expected = own_gradient(one, as_objective(objective), tiny_folder)
+            assert difference(one.gradient, expected) < ROUNDING
+        assert torch.load(tmp_path / f"{objective}-0-e.pt") > 0.01
+
+
+def test_a_tiny_model_learns(tiny_folder: Path, tmp_path: Path) -> None:
+    def sevens(completions: list[str], **_: Any) -> list[float]:
+        return [text.count("7") / max(len(text), 1) for text in completions]
+
+    trainer = make_trainer(tiny_folder, tmp_path, settings=accumulated(2, max_steps=12))
+    trainer.reward_funcs = [sevens]
+    trainer.train()
+    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+    assert sum(rewards[:2]) / 2 < 0.4
+    assert sum(rewards[-3:]) / 3 > 0.8
+
+
+def test_an_evaluation_has_its_loss_and_metrics(tiny_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_folder, tmp_path, settings={"per_device_eval_batch_size": 16})
+    found = trainer.evaluate(trainer.train_dataset.select(range(4)))
+    assert found["eval_loss"] == pytest.approx(found["eval_policy/loss"], abs=1e-6)
+    assert found["eval_one_minus_ess"] == 0
+
+
+def test_a_loss_that_is_not_finite_never_reaches_the_optimizer(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tiny_folder, tmp_path, settings=accumulated(2))
+    before = {name: each.clone() for name, each in trainer.model.state_dict().items()}
+    score = trainer._generate_and_score_completions
+
+    def with_nan(inputs: Any) -> Any:
+        return score(inputs) | {"advantages": torch.full((16,), torch.nan)}
+
+    trainer._generate_and_score_completions = with_nan
+    with pytest.raises(DivergedError, match="lower the learning rate"):
+        trainer.train()
+    for name, each in trainer.model.state_dict().items():
+        assert torch.equal(each, before[name])
+
+
+def test_a_policy_that_becomes_random_is_warned_of_once(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(tiny_folder, tmp_path)
+    for entropy in (0.5, 0.9, 1.6, 2.0):
+        trainer._step_log.write({"entropy": entropy})
+    (record,) = [each for each in caplog.records if each.name.startswith("trustbatch")]
+    assert record.levelno == logging.WARNING
+    assert "from 0.5 to 1.6 nats" in record.getMessage()
+    assert "Lower temperature or learning_rate." in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("settings", "objective", "words"),
+    [
+        ({"epsilon_high": 0.28}, "p3o", "epsilon_high = 0.28 is a setting of TRL's own losses"),
+        ({"loss_type": "dr_grpo"}, "p3o", "remove it"),
+        ({"top_entropy_quantile": 0.2}, "p3o", "top_entropy_quantile"),
+        ({"off_policy_mask_threshold": 0.1}, "p3o", "off_policy_mask_threshold"),
+        ({"entropy_coef": -0.1}, "p3o", "entropy_coef must be a number at least 0"),
+        ({}, {"name": "p3o", "kl": "top_k"}, 'set kl to "importance"'),
+        ({}, {"name": "p3o", "reference_kl_coef": 0.1}, "set beta in its configuration"),
+        ({}, "p30", "did you mean 'p3o'"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(
+    settings: dict[str, Any], objective: Any, words: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_trainer(tiny_folder, tmp_path, objective=objective, settings=settings)
+
+
+def test_truncation_that_nobody_records_is_warned_of(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(tiny_folder, tmp_path)
+    assert "top_p" not in caplog.text
+    make_trainer(tiny_folder, tmp_path, settings={"top_p": 0.9})
+    assert "TRL records its log-probs with vLLM only" in caplog.text
+
+
+def test_with_truncation_the_anchor_is_the_model(tiny_folder: Path, tmp_path: Path) -> None:
+    """Where the engine recorded truncated log-probs, P3O's KL is to the trainer at generation."""
+    sampler = Sampler(tiny_folder)
+    settings = accumulated(2, max_steps=1, top_p=0.9)
+    trainer = make_trainer(tiny_folder, tmp_path, rollout_func=sampler, settings=settings)
+    train(trainer)
+    log = trainer.state.log_history[0]
+    # the policy has not moved since, so the KL to it is 0 and that to the sampler is not
+    assert log["kl/penalty"] == pytest.approx(0.0, abs=1e-5) != log["kl/behavior"]
+    assert "ledger/sampling_and_engine/share" in log

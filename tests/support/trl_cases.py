@@ -149,13 +149,17 @@ def train(trainer: Any) -> list[Step]:
     return steps.taken
 
 
-def sequences_of(inputs: list[dict[str, Any]], policy: Policy) -> list[TrainSequence]:
+def sequences_of(
+    inputs: list[dict[str, Any]], policy: Policy, *, temperature: float
+) -> list[TrainSequence]:
     """What TRL trained on in our own words; without old log-probs the policy's own are taken."""
     sequences: list[TrainSequence] = []
     for batch in inputs:
         behavior = batch.get("sampling_per_token_logps", batch.get("old_per_token_logps"))
         for row in range(len(batch["advantages"])):
             kept = batch["completion_mask"][row].bool()
+            if not kept.any():
+                continue
             sequence = TrainSequence(
                 prompt_token_ids=tuple(
                     batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
@@ -174,7 +178,10 @@ def sequences_of(inputs: list[dict[str, Any]], policy: Policy) -> list[TrainSequ
                 ),
                 advantage=batch["advantages"][row].item(),
             )
-            logp = policy_logp(policy, [sequence]) if behavior is None else behavior[row][kept]
+            if behavior is None:
+                logp = policy_logp(policy, [sequence], temperature=temperature)
+            else:
+                logp = behavior[row][kept]
             completion = replace(sequence.completion, behavior_logp=logp)
             sequences.append(replace(sequence, completion=completion))
     return sequences
@@ -197,7 +204,7 @@ def own_gradient(
         seed=0,
         reference=reference,
     )
-    sequences = sequences_of(step.inputs, policy)
+    sequences = sequences_of(step.inputs, policy, temperature=temperature)
     observer = TokenObserver(
         Observation(), objective, sequences, policy="p", version=None, temperature=temperature
     )
