@@ -134,7 +134,7 @@ class Steps(TrainerCallback):
         self.taken.append(
             Step(
                 weights={name: each.clone() for name, each in model.state_dict().items()},
-                inputs=list(self.trainer._step_inputs),
+                inputs=list(vars(self.trainer).get("_step_inputs", [])),
                 gradient=flat({n: g.clone() for n, g in gradients.items() if g is not None}),
                 learning_rate=options["optimizer"].param_groups[0]["lr"],
             )
@@ -188,9 +188,14 @@ def sequences_of(
 
 
 def own_gradient(
-    step: Step, objective: Objective, model: Path, *, temperature: float = 1.0
+    step: Step,
+    objective: Objective,
+    model: Path,
+    *,
+    temperature: float = 1.0,
+    sequences: list[TrainSequence] | None = None,
 ) -> Tensor:
-    """The gradient of our own trainer in one micro-batch, from the same weights."""
+    """The gradient of our own trainer in one micro-batch, from the same weights and tokens."""
     policy = Policy.load(str(model), device="cpu", precision="float32")
     policy.model.load_state_dict(step.weights)
     reference = None
@@ -204,7 +209,7 @@ def own_gradient(
         seed=0,
         reference=reference,
     )
-    sequences = sequences_of(step.inputs, policy, temperature=temperature)
+    sequences = sequences or sequences_of(step.inputs, policy, temperature=temperature)
     observer = TokenObserver(
         Observation(), objective, sequences, policy="p", version=None, temperature=temperature
     )
