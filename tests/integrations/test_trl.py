@@ -16,6 +16,7 @@ from tests.support.trl_cases import (
     own_gradient,
     train,
 )
+from tests.test_docs import DOCS, code_blocks
 
 from trustbatch.errors import ConfigError, DivergedError
 from trustbatch.integrations.step_totals import as_objective
@@ -260,3 +261,26 @@ def test_with_truncation_the_anchor_is_the_model(tiny_folder: Path, tmp_path: Pa
     # the policy has not moved since, so the KL to it is 0 and that to the sampler is not
     assert log["kl/penalty"] == pytest.approx(0.0, abs=1e-5) != log["kl/behavior"]
     assert "ledger/sampling_and_engine/share" in log
+
+
+def test_the_page_s_script_trains(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is written, but for the model and the size; then with the line that measures."""
+    monkeypatch.chdir(tmp_path)
+    page = DOCS / "integrations" / "trl.md"
+    script, measuring = code_blocks(page, "python")
+    settings = 'max_steps=2, use_cpu=True, bf16=False, report_to="none", logging_steps=1'
+    for old, new in {"Qwen/Qwen3-0.6B": str(tiny_folder), "max_steps=200": settings}.items():
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    names: dict[str, Any] = {}
+    exec(script, names)
+    assert names["trainer"].state.log_history[0]["one_minus_ess"] == 0
+    exec(
+        script.replace("P3OTrainer", "GRPOTrainer")
+        .replace("trustbatch.integrations.trl", "trl")
+        .replace("trainer.train()", measuring + "trainer.train()"),
+        names,
+    )
+    assert names["trainer"].state.log_history[0]["one_minus_ess"] == 0
