@@ -1,5 +1,7 @@
 """P3OTrainer in TRL: its gradients are those of our own trainer, on the same tokens."""
 
+import importlib
+import importlib.metadata
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tests.support.trl_cases import (
 )
 from tests.test_docs import DOCS, code_blocks
 
+import trustbatch.integrations.trl
 from trustbatch.errors import ConfigError, DivergedError
 from trustbatch.integrations.step_totals import as_objective
 from trustbatch.objectives import P3O, build_objective
@@ -48,8 +51,9 @@ def count_forward_passes(trainer: Any) -> list[bool]:
     return passes
 
 
-@pytest.mark.parametrize("number", [1, 2, 4])
-@pytest.mark.parametrize("objective", ["p3o", "m2po", "gspo"])
+@pytest.mark.parametrize(
+    ("objective", "number"), [("p3o", 1), ("p3o", 2), ("p3o", 4), ("m2po", 2), ("gspo", 4)]
+)
 def test_gradients_are_ours_for_any_accumulation(
     objective: str, number: int, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -171,7 +175,9 @@ def test_gradients_are_ours_on_two_ranks(tiny_folder: Path, tmp_path: Path) -> N
             one.inputs += other.inputs
             expected = own_gradient(one, as_objective(objective), tiny_folder)
             assert difference(one.gradient, expected) < ROUNDING
-        assert torch.load(tmp_path / f"{objective}-0-e.pt") > 0.01
+        log = torch.load(tmp_path / f"{objective}-0-log.pt")
+        assert log["one_minus_ess"] > 0.01
+        assert log["loss"] == pytest.approx(log["policy/loss"], rel=1e-5)
 
 
 def test_a_tiny_model_learns(tiny_folder: Path, tmp_path: Path) -> None:
@@ -184,6 +190,15 @@ def test_a_tiny_model_learns(tiny_folder: Path, tmp_path: Path) -> None:
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     assert sum(rewards[:2]) / 2 < 0.4
     assert sum(rewards[-3:]) / 3 > 0.8
+
+
+def test_a_run_continues_from_a_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
+    settings = accumulated(2, save_strategy="steps", save_steps=1)
+    make_trainer(tiny_folder, tmp_path, settings=settings | {"max_steps": 1}).train()
+    assert "P3O" in (tmp_path / "README.md").read_text()
+    trainer = make_trainer(tiny_folder, tmp_path, settings=settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in trainer.state.log_history if "ess" in line] == [1, 2]
 
 
 def test_an_evaluation_has_its_loss_and_metrics(tiny_folder: Path, tmp_path: Path) -> None:
@@ -249,6 +264,20 @@ def test_truncation_that_nobody_records_is_warned_of(
     assert "top_p" not in caplog.text
     make_trainer(tiny_folder, tmp_path, settings={"top_p": 0.9})
     assert "TRL records its log-probs with vLLM only" in caplog.text
+
+
+@pytest.mark.parametrize(("installed", "words"), [("1.17.0", "and 1.17.0 is"), (None, "not inst")])
+def test_another_version_of_trl_is_refused(
+    installed: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ImportError, match=rf"{words}.*pip install 'trustbatch\[trl\]'"):
+        importlib.reload(trustbatch.integrations.trl)
 
 
 def test_with_truncation_the_anchor_is_the_model(tiny_folder: Path, tmp_path: Path) -> None:

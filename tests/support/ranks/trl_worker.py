@@ -32,7 +32,7 @@ def main(model: str, output: str) -> None:
         steps = train(trainer)
         rank = this_rank()
         torch.save([vars(step) for step in steps], f"{output}/{objective}-{rank}.pt")
-        torch.save(
-            trainer.state.log_history[0]["one_minus_ess"], f"{output}/{objective}-{rank}-e.pt"
-        )
+        log = trainer.state.log_history[0]
+        names = ("loss", "policy/loss", "one_minus_ess")
+        torch.save({name: log[name] for name in names}, f"{output}/{objective}-{rank}-log.pt")
     PartialState().destroy_process_group()

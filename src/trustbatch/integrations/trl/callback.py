@@ -31,7 +31,7 @@ class TrustCallback(TrainerCallback):
                 f"TrustCallback measures TRL's GRPOTrainer, not {type(trainer).__name__}: remove "
                 "it, since P3OTrainer and AsyncP3OTrainer log these numbers themselves."
             )
-        warn_of_unrecorded_truncation(trainer.args)
+        warn_of_unrecorded_truncation(trainer)
         self._trainer = trainer
         self._truncated = truncates(trainer.args)
         self._metrics = StepMetrics()

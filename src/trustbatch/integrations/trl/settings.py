@@ -68,9 +68,9 @@ def truncates(args: Any) -> bool:
     return args.top_p < 1.0 or args.top_k > 0 or bool(args.min_p) or args.repetition_penalty != 1.0
 
 
-def warn_of_unrecorded_truncation(args: Any) -> None:
+def warn_of_unrecorded_truncation(trainer: Any) -> None:
     """Say so where tokens come from a distribution whose log-probs nobody records."""
-    if truncates(args) and not args.use_vllm:
+    if truncates(trainer.args) and not trainer.use_vllm and trainer.rollout_func is None:
         logger.warning(
             "top_p, top_k, min_p or repetition_penalty change the distribution that tokens are "
             "sampled from, and TRL records its log-probs with vLLM only: ratios are to the policy "

@@ -47,7 +47,7 @@ class P3OTrainer(GRPOTrainer):
         chosen = as_objective(objective)
         super().__init__(*args, **kwargs)
         self.objective = fitted(chosen, self.args)
-        warn_of_unrecorded_truncation(self.args)
+        warn_of_unrecorded_truncation(self)
         self._truncated = truncates(self.args)
         self._loss = StepLoss(self.objective)
         self._step_log = StepLog(self._metrics["train"])
