@@ -16,6 +16,7 @@ LAYERS = [
     ["types"],
     ["utils"],
     ["objectives", "advantages", "math_grading"],
+    ["integrations"],
     ["tasks"],
     ["models"],
     ["batching", "weight_sync"],
@@ -41,7 +42,7 @@ LAYERS = [
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # what a package may import from outside, where that is restricted
 PURE = ("objectives", "advantages", "types")
-LAZY = {"ray": ["cluster"], "vllm": ["rollout/vllm"]}
+LAZY = {"ray": ["cluster"], "vllm": ["rollout/vllm"], "trl": ["integrations/trl"]}
 
 
 def name_of(path: Path) -> str:

@@ -70,7 +70,9 @@ def train(
 
 
 @torch.no_grad()
-def policy_logp(policy: Policy, sequences: Sequence[TrainSequence]) -> torch.Tensor:
+def policy_logp(
+    policy: Policy, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+) -> torch.Tensor:
     """The trainer's log-probs of all response tokens, in the order of the sequences."""
     parts = []
     for sequence in sequences:
@@ -81,7 +83,7 @@ def policy_logp(policy: Policy, sequences: Sequence[TrainSequence]) -> torch.Ten
             packs=policy.packs,
             may_share_prompts=False,
         )
-        parts.append(token_logprobs(policy, batch, temperature=1.0).logp)
+        parts.append(token_logprobs(policy, batch, temperature=temperature).logp)
     return torch.cat(parts)
 
 

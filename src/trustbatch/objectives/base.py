@@ -156,7 +156,7 @@ class Objective(ABC):
             reference_kl = kl_k3(tokens.logp - reference)
             loss = loss + self.reference_kl_coef * totals.per_token(reference_kl)
             metrics["kl/reference"] = Mean.of(reference_kl)
-        metrics |= self._common_metrics(batch, tokens, loss)
+        metrics |= {"policy/loss": Share(loss.detach()), **ratio_metrics(batch, tokens)}
         return ObjectiveOutput(loss, metrics, num_tokens=len(tokens))
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
@@ -194,24 +194,24 @@ class Objective(ABC):
             compared += [batch.anchor_logp, batch.anchor_top_logp]
         return batch.select(batch.measurable(*compared))
 
-    @staticmethod
-    def _common_metrics(batch: TokenBatch, tokens: TokenBatch, loss: Tensor) -> Metrics:
-        with torch.no_grad():
-            log_ratio = bounded(tokens.logp - tokens.behavior_logp)
-            number = torch.tensor(len(tokens), dtype=torch.float64)
-            kl = kl_importance(log_ratio, log_ratio, torch.zeros_like(log_ratio))
-            metrics: Metrics = {
-                "policy/loss": Share(loss.detach()),
-                "ess": EffectiveSampleSize(RatioMoments.of(tokens.logp - tokens.behavior_logp)),
-                "ratio": RatioQuantiles((log_ratio,)),
-                "ratio/max": Max((log_ratio.exp(),)),
-                "kl/behavior": Mean.of(kl),
-                "tokens/count": Count(number),
-                "tokens/nonfinite": Count(len(batch) - number),
-            }
-            if tokens.entropy is not None:
-                metrics["entropy"] = Mean.of(tokens.entropy)
-            return metrics
+
+@torch.no_grad()
+def ratio_metrics(batch: TokenBatch, tokens: TokenBatch) -> Metrics:
+    """Return how far the measurable tokens of a batch are off-policy, whatever the objective."""
+    log_ratio = bounded(tokens.logp - tokens.behavior_logp)
+    number = torch.tensor(len(tokens), dtype=torch.float64)
+    kl = kl_importance(log_ratio, log_ratio, torch.zeros_like(log_ratio))
+    metrics: Metrics = {
+        "ess": EffectiveSampleSize(RatioMoments.of(tokens.logp - tokens.behavior_logp)),
+        "ratio": RatioQuantiles((log_ratio,)),
+        "ratio/max": Max((log_ratio.exp(),)),
+        "kl/behavior": Mean.of(kl),
+        "tokens/count": Count(number),
+        "tokens/nonfinite": Count(len(batch) - number),
+    }
+    if tokens.entropy is not None:
+        metrics["entropy"] = Mean.of(tokens.entropy)
+    return metrics
 
 
 def _added(one: dict[str, RatioMoments], other: dict[str, RatioMoments]) -> dict[str, RatioMoments]:

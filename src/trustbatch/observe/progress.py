@@ -4,40 +4,11 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
+from trustbatch.utils.entropy_watch import EntropyWatch
 from trustbatch.utils.terminal import LiveLine
 
 SECONDS_BETWEEN = 30.0
 """between two lines where the output is not a terminal"""
-ENTROPY_FACTOR = 2.0
-ENTROPY_NATS = 1.0
-"""a collapsing policy exceeds both limits; learning alone lowers the entropy"""
-
-
-class EntropyWatch:
-    """Warns once when the policy's entropy has risen far above that of the first step.
-
-    1-ESS cannot show this where policy and data become random together.
-    """
-
-    def __init__(self, first: Mapping[str, float] | None = None) -> None:
-        self._first = (first or {}).get("entropy")
-        self._has_warned = False
-
-    def warning(self, metrics: Mapping[str, float]) -> str | None:
-        """Return the warning after a step, if there is one."""
-        entropy = metrics.get("entropy")
-        if entropy is None or self._has_warned:
-            return None
-        if self._first is None:
-            self._first = entropy
-        if entropy < ENTROPY_FACTOR * self._first or entropy < self._first + ENTROPY_NATS:
-            return None
-        self._has_warned = True
-        return (
-            f"Entropy has risen from {self._first:.1f} to {entropy:.1f} nats per token since the "
-            "first step: the policy is becoming random, and 1-ESS can't show it where the data "
-            "becomes random too. Lower rollout.temperature or training.learning_rate."
-        )
 
 
 class Progress:
@@ -60,7 +31,9 @@ class Progress:
         self._start = time.monotonic()
         self._every = 1 if self._line.is_live else max(total // 10, 1)
         self._shown = self._start
-        self._entropy = EntropyWatch(first)
+        self._entropy = EntropyWatch(
+            first, settings="rollout.temperature or training.learning_rate"
+        )
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the state after `step`."""
