@@ -125,6 +125,11 @@ def test_formulas_are_mathml(site: Path, pages: dict[Path, PageReader]) -> None:
         assert left is None, f"{file} shows {left and left[0]}"
 
 
+def test_braces_in_a_table_are_text(site: Path, pages: dict[Path, PageReader]) -> None:
+    """Not attributes of the cell, as an extension of Markdown would read them."""
+    assert "{fresh, lag 2," in pages[site / "studies.html"].prose
+
+
 def test_the_reference_has_the_docstrings(site: Path, pages: dict[Path, PageReader]) -> None:
     page = pages[site / "api.html"]
     assert "Train a model and return what came out." in page.prose
