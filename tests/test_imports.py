@@ -35,6 +35,7 @@ LAYERS = [
     ["__init__"],
     ["quickstart"],
     ["studies"],
+    ["commands"],
     ["cli"],
     ["__main__"],
 ]
