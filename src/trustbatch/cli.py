@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from trustbatch import __version__
-from trustbatch.commands.base import add_command
+from trustbatch.commands.base import add_command, list_commands
 from trustbatch.commands.doctor import add_doctor
 from trustbatch.commands.evaluate import add_compare, add_eval
+from trustbatch.commands.keys import check_values, split_keys, unknown_word
 from trustbatch.commands.observe import add_observe
 from trustbatch.commands.quickstart import add_quickstart
 from trustbatch.commands.train import add_train
-from trustbatch.errors import ConfigError, TrustbatchError
+from trustbatch.errors import ConfigError, TrustbatchError, did_you_mean
 from trustbatch.inspection.command import add_inspect_arguments, inspect_command
 from trustbatch.studies.command import add_study_arguments, study_command
 from trustbatch.utils.system_errors import explain
@@ -63,13 +64,25 @@ def _printable(message: str) -> str:
     return "\n".join(plain_line(line) for line in message.split("\n"))
 
 
-def _run(arguments: list[str]) -> int:
+def _run(words: list[str]) -> int:
     parser = build_parser()
-    options, overrides = parser.parse_known_args(arguments)
-    if overrides and not options.takes_keys:
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-    options.words, options.overrides = arguments, overrides
-    return options.run(options)
+    commands = list_commands(parser)
+    command = next((word for word in words if not word.startswith("-")), None)
+    if command is not None and command not in commands:
+        raise ConfigError(
+            f"There is no command {command!r}{did_you_mean(command, commands)}: choose one of "
+            f"{', '.join(commands)}."
+        )
+    keys: list[str] = []
+    rest = words
+    if command is not None and commands[command].get_default("takes_keys"):
+        rest, keys = split_keys(commands[command], command, words)
+    options, unknown = parser.parse_known_args(rest)
+    if unknown:
+        check_values(keys)
+        raise unknown_word(commands[options.command], options.command, unknown[0])
+    options.words, options.overrides = words, keys
+    return options.execute(options)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ set, and `options.words` the whole command line"""
 def add_command(
     commands: Commands,
     name: str,
-    run: Command,
+    execute: Command,
     *,
     help: str,
     epilog: str | None = None,
@@ -21,5 +21,16 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Add a command; `takes_keys` says whether keys of the configuration can be set with it."""
     parser = commands.add_parser(name, help=help, epilog=epilog)
-    parser.set_defaults(run=run, takes_keys=takes_keys)
+    parser.set_defaults(execute=execute, takes_keys=takes_keys)
     return parser
+
+
+def list_commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of the commands, by name."""
+    found = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
+def option_strings(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options of a command, such as --output."""
+    return [word for action in parser._actions for word in action.option_strings]
