@@ -18,15 +18,16 @@ def add_eval(commands: Commands) -> None:
         "eval",
         _eval,
         takes_keys=True,
-        help="pass@k of models on tasks, with intervals",
-        epilog="The same command continues where it was stopped. Keys of an engine can be set: "
+        help="mean reward and pass@k of models on tasks, with intervals",
+        epilog="A run is evaluated on its own task, or on that of its [evaluation] table. "
+        "The same command continues where it was stopped. Keys can be set: --task.level=3 "
         "--model.device=cpu --rollout.max_sequences=64 --rollout.vllm.kv_cache_gib=4",
     )
     evaluation.add_argument(
         "models", nargs="+", help="run, checkpoint, folder, .gguf file, smollm2, or hub name"
     )
     evaluation.add_argument("--suite", type=names, default=[], help="tasks: aime24,amc23")
-    evaluation.add_argument("--task", help="one task, or a .jsonl/.parquet; default: arithmetic")
+    evaluation.add_argument("--task", help="one task, or a .jsonl/.parquet; default: a run's own")
     evaluation.add_argument("--data", help="folder with NAME.jsonl.gz of each named task")
     evaluation.add_argument(
         "--template", help="the prompt; {problem} is replaced (for the file of --task only)"
@@ -38,15 +39,15 @@ def add_eval(commands: Commands) -> None:
     evaluation.add_argument("--temperature", type=not_negative, default=1.0, help="0 is greedy")
     evaluation.add_argument("--top-p", type=probability, default=0.95, help="default: 0.95")
     evaluation.add_argument(
-        "--max-tokens", type=at_least_one, help="default: 4096, or what the context allows"
+        "--max-tokens",
+        type=at_least_one,
+        help="default: a run's own, else 4096; or what the context allows",
     )
     evaluation.add_argument(
-        "--max-turns", type=at_least_one, default=8, help="of an environment; default: 8"
+        "--max-turns", type=at_least_one, help="of an environment; default: a run's own, else 8"
     )
     evaluation.add_argument("--limit", type=at_least_one, help="first problems of each task")
-    evaluation.add_argument(
-        "--prompts", type=at_least_one, default=256, help="of an endless task; default: 256"
-    )
+    evaluation.add_argument("--prompts", type=at_least_one, help="of an endless task; default: 256")
     evaluation.add_argument("--seed", type=int, default=0, help="of the samples")
     evaluation.add_argument("--output", default="evals", help="where the results' folders go")
 

@@ -108,7 +108,7 @@ def _unknown(key: str, location: Sequence[str], value: Any) -> str:
     known = _known_keys(location[:-1])
     elsewhere = {each.rpartition(".")[2]: each for each in reversed(config_keys())}
     own = {name: ".".join([*location[:-1], name]) for name in known}
-    for names, likeness in ((own, 0.85), (elsewhere, 0.85), (own, 0.6)):
+    for names, likeness in ((own, 0.75), (elsewhere, 0.85), (own, 0.6)):
         if close := get_close_matches(location[-1], names, n=1, cutoff=likeness):
             return f"Unknown key {key!r}: did you mean {names[close[0]]!r}?"
     return f"Unknown key {key!r}: known are {', '.join(known)}."
