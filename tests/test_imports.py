@@ -30,7 +30,7 @@ LAYERS = [
     ["loops"],
     ["cluster"],
     ["build"],
-    ["doctor", "inspection"],
+    ["doctor", "inspection", "hub"],
     ["api"],
     ["__init__"],
     ["quickstart"],

@@ -14,6 +14,7 @@ from trustbatch.commands.doctor import add_doctor
 from trustbatch.commands.evaluate import add_compare, add_eval
 from trustbatch.commands.keys import check_values, split_keys, unknown_word
 from trustbatch.commands.observe import add_observe
+from trustbatch.commands.push import add_push
 from trustbatch.commands.quickstart import add_quickstart
 from trustbatch.commands.train import add_train
 from trustbatch.errors import ConfigError, TrustbatchError, did_you_mean
@@ -116,5 +117,6 @@ def build_parser() -> argparse.ArgumentParser:
             "Exit status 1: a run has failed.",
         )
     )
+    add_push(commands)
     add_quickstart(commands)
     return parser

@@ -141,7 +141,7 @@ def _requested_tasks(options: argparse.Namespace, task_options: Mapping[str, Any
             return own
         (task,) = own.choices
         template = {} if options.template is None else {"template": options.template}
-        return replace(own, choices=(_with_options(task, template | task_options),))
+        return replace(own, choices=(_with_options(task, {**template, **task_options}),))
     choices = [TaskChoice(name) for name in options.suite]
     if options.task is not None:
         task = _single_task(options.task, options.template)
