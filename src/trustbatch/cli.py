@@ -10,8 +10,10 @@ from rich.console import Console
 
 from trustbatch import __version__
 from trustbatch.commands.base import add_command, list_commands
+from trustbatch.commands.completion import add_completion
 from trustbatch.commands.doctor import add_doctor
 from trustbatch.commands.evaluate import add_compare, add_eval
+from trustbatch.commands.init import add_init
 from trustbatch.commands.keys import check_values, split_keys, unknown_word
 from trustbatch.commands.observe import add_observe
 from trustbatch.commands.push import add_push
@@ -93,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"trustbatch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    add_init(commands)
     add_train(commands)
     add_doctor(commands)
     add_inspect_arguments(
@@ -119,4 +122,5 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_push(commands)
     add_quickstart(commands)
+    add_completion(commands, build_parser)
     return parser

@@ -21,18 +21,30 @@ def add_quickstart(commands: Commands) -> None:
     quickstart.add_argument("--folder", default="runs/quickstart", help="where results go")
     quickstart.add_argument("--steps", type=at_least_one, default=60, help="of each run")
     quickstart.add_argument("--seed", type=int, default=0, help="of the model and all runs")
+    quickstart.add_argument(
+        "--model-only", action="store_true", help="make the tiny model, and train nothing"
+    )
 
 
 def _quickstart(options: argparse.Namespace) -> int:
-    from trustbatch.quickstart import EXPLANATION, HEADINGS, NUM_WORDS, quickstart
+    from trustbatch.quickstart import (
+        EXPLANATION,
+        HEADINGS,
+        NUM_WORDS,
+        quickstart,
+        quickstart_model,
+    )
 
     console = Console(soft_wrap=True)
-    result = quickstart(
-        Path(options.folder),
-        steps=options.steps,
-        seed=options.seed,
-        say=lambda line: console.print(line, highlight=False),
-    )
+    folder, seed = Path(options.folder), options.seed
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False)
+
+    if options.model_only:
+        say(f"Model   {quickstart_model(folder, seed=seed, say=say)}")
+        return 0
+    result = quickstart(folder, steps=options.steps, seed=seed, say=say)
     table = Table(title=result.title)
     for place, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="left" if place < NUM_WORDS else "right")

@@ -6,7 +6,6 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from trustbatch import __version__
 from trustbatch.config import Config
 from trustbatch.evaluation.report import results_table
 from trustbatch.evaluation.results import EvaluationResults, TaskScores
@@ -148,7 +147,7 @@ def _training(facts: CardFacts) -> str:
     packages = facts.environment.get("packages", {})
     versions = ", ".join(f"{name} {version}" for name, version in packages.items())
     lines = [
-        f"Versions: {versions or f'trustbatch {__version__}'}.",
+        f"Versions: {versions or 'not known'}.",
         f"Commit: {facts.environment.get('commit') or 'not known'}.",
         f"GPUs: {', '.join(facts.environment.get('gpus', [])) or 'none'}.",
     ]

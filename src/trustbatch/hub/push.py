@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    # of the HTTP library that the client uses, which is another one in other versions of it
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+)
 from huggingface_hub.utils import build_hf_headers, get_session, validate_repo_id
 
 from trustbatch.errors import ConfigError, HubError, first_line
@@ -63,9 +68,9 @@ def push(
     api = _connect(endpoint)
     with tempfile.TemporaryDirectory(prefix=".push-", dir=run) as temporary:
         files = write_export(exported, run, Path(temporary), name=name)
-        say(f"uploading {len(files)} files to {api.endpoint}")
         try:
             api.create_repo(name, private=private, exist_ok=update)
+            say(f"uploading {len(files)} files to {api.endpoint}")
             message = f"Step {exported.checkpoint.name.removeprefix('step-')}, with trustbatch"
             api.upload_folder(repo_id=name, folder_path=temporary, commit_message=message)
         except HfHubHTTPError as error:
