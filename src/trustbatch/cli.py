@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -23,7 +24,7 @@ from trustbatch.errors import ConfigError, TrustbatchError, did_you_mean
 from trustbatch.inspection.command import add_inspect_arguments, inspect_command
 from trustbatch.studies.command import add_study_arguments, study_command
 from trustbatch.utils.system_errors import explain
-from trustbatch.utils.terminal import plain_line
+from trustbatch.utils.terminal import Verbosity, is_verbose, plain_line, set_verbosity
 
 SECONDS_FOR_RANK_ZERO = 20.0
 
@@ -31,6 +32,7 @@ SECONDS_FOR_RANK_ZERO = 20.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; an error a user can act on is printed without a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    set_verbosity(Verbosity.USUAL)
     try:
         return _run(words)
     except KeyboardInterrupt:
@@ -47,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # one ends before it: then torchrun ends all of them
             time.sleep(SECONDS_FOR_RANK_ZERO)
             return 2
+        if is_verbose():
+            Console(stderr=True, soft_wrap=True).print(
+                _printable("".join(traceback.format_exception(error))), markup=False
+            )
         who = f"rank {rank}: " if rank != "0" else ""
         Console(stderr=True, soft_wrap=True).print(
             f"{who}error: {_printable(sentence or str(error))}", markup=False, style="red"
@@ -85,6 +91,7 @@ def _run(words: list[str]) -> int:
         check_values(keys)
         raise unknown_word(commands[options.command], options.command, unknown[0])
     options.words, options.overrides = words, keys
+    set_verbosity(options.verbosity)
     return options.execute(options)
 
 
@@ -104,6 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
             "inspect",
             inspect_command,
             help="what each objective would do to a batch of a run",
+            shows_progress=True,
             epilog="Nothing is trained, and the run folder is only read.",
         )
     )
@@ -116,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
             "study",
             lambda options: study_command(options, options.words),
             help="compare objectives as the paper does, at several scales",
+            shows_progress=True,
             epilog="The same command continues where it was stopped. "
             "Exit status 1: a run has failed.",
         )

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import TypeAlias
 
+from trustbatch.utils.terminal import Verbosity
+
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Command = Callable[[argparse.Namespace], int]
 """from the parsed options to the exit status; `options.overrides` are the dotted keys that were
@@ -18,10 +20,30 @@ def add_command(
     help: str,
     epilog: str | None = None,
     takes_keys: bool = False,
+    shows_progress: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a command; `takes_keys` says whether keys of the configuration can be set with it."""
+    """Add a command.
+
+    `takes_keys` says whether keys of the configuration can be set with it, and `shows_progress`
+    whether it can be asked to say less or more.
+    """
     parser = commands.add_parser(name, help=help, epilog=epilog)
-    parser.set_defaults(execute=execute, takes_keys=takes_keys)
+    parser.set_defaults(execute=execute, takes_keys=takes_keys, verbosity=Verbosity.USUAL)
+    if shows_progress:
+        how_much = parser.add_mutually_exclusive_group()
+        for letter, verbosity, text in (
+            ("-q", Verbosity.QUIET, "show only warnings and the last line"),
+            ("-v", Verbosity.VERBOSE, "show every step, and a traceback with an error"),
+        ):
+            how_much.add_argument(
+                letter,
+                f"--{verbosity.name.lower()}",
+                action="store_const",
+                dest="verbosity",
+                const=verbosity,
+                default=Verbosity.USUAL,
+                help=text,
+            )
     return parser
 
 

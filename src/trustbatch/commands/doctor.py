@@ -17,6 +17,7 @@ def add_doctor(commands: Commands) -> None:
         commands,
         "doctor",
         _doctor,
+        shows_progress=True,
         takes_keys=True,
         help="is this stack on-policy? names what is not",
         epilog="Exit status 0: on-policy, 1: off-policy. Any key can be set: "

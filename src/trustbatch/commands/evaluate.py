@@ -9,6 +9,7 @@ from rich.console import Console
 from trustbatch.commands.base import Commands, add_command
 from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_names
 from trustbatch.utils.arguments import at_least_one, names, not_negative, probability
+from trustbatch.utils.terminal import is_quiet
 
 
 def add_eval(commands: Commands) -> None:
@@ -17,6 +18,7 @@ def add_eval(commands: Commands) -> None:
         commands,
         "eval",
         _eval,
+        shows_progress=True,
         takes_keys=True,
         help="mean reward and pass@k of models on tasks, with intervals",
         epilog="A run is evaluated on its own task, or on that of its [evaluation] table. "
@@ -74,11 +76,12 @@ def _eval(options: argparse.Namespace) -> int:
     evaluation = requested_evaluation(options, options.overrides)
     baseline, *others = evaluator.evaluate_models(options.models, evaluation)
     console = Console(soft_wrap=True)
+    tables = Console(soft_wrap=True, quiet=is_quiet())
     for each in (baseline, *others):
-        console.print(results_table(each.results), markup=False, highlight=False)
+        tables.print(results_table(each.results), markup=False, highlight=False)
     for other in others:
         table = comparison_table(compare(baseline.results, other.results))
-        console.print(table, markup=False, highlight=False)
+        tables.print(table, markup=False, highlight=False)
     for each in (baseline, *others):
         console.print(f"Results  {each.folder}", markup=False, highlight=False)
     return 0

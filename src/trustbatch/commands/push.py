@@ -7,6 +7,7 @@ from rich.console import Console
 
 from trustbatch.commands.base import Commands, add_command
 from trustbatch.utils.arguments import at_least_one
+from trustbatch.utils.terminal import is_quiet
 
 
 def add_push(commands: Commands) -> None:
@@ -15,6 +16,7 @@ def add_push(commands: Commands) -> None:
         commands,
         "push",
         _push,
+        shows_progress=True,
         help="upload a run to a model hub, with a model card",
         epilog="The token is that of HF_TOKEN or `hf auth login`.",
     )
@@ -63,7 +65,7 @@ def _push(options: argparse.Namespace) -> int:
         say=LiveLine().show,
     )
     console = Console(soft_wrap=True, highlight=False)
-    for name, size in pushed.files:
+    for name, size in () if is_quiet() else pushed.files:
         console.print(f"{size:>15,}  {name}", markup=False)
     console.print(f"{'Written' if folder else 'Pushed'}  {pushed.where}", markup=False)
     return 0

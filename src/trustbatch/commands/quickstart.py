@@ -8,6 +8,7 @@ from rich.table import Table
 
 from trustbatch.commands.base import Commands, add_command
 from trustbatch.utils.arguments import at_least_one
+from trustbatch.utils.terminal import is_quiet
 
 
 def add_quickstart(commands: Commands) -> None:
@@ -16,6 +17,7 @@ def add_quickstart(commands: Commands) -> None:
         commands,
         "quickstart",
         _quickstart,
+        shows_progress=True,
         help="a few minutes on a CPU: tiny model, P3O beside GRPO, report",
     )
     quickstart.add_argument("--folder", default="runs/quickstart", help="where results go")
@@ -39,12 +41,17 @@ def _quickstart(options: argparse.Namespace) -> int:
     folder, seed = Path(options.folder), options.seed
 
     def say(line: str) -> None:
-        console.print(line, highlight=False)
+        if not is_quiet():
+            console.print(line, highlight=False)
 
     if options.model_only:
-        say(f"Model   {quickstart_model(folder, seed=seed, say=say)}")
+        model = quickstart_model(folder, seed=seed, say=say)
+        console.print(f"Model   {model}", highlight=False)
         return 0
     result = quickstart(folder, steps=options.steps, seed=seed, say=say)
+    if is_quiet():
+        console.print(f"Report  {result.report}", highlight=False)
+        return 0
     table = Table(title=result.title)
     for place, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="left" if place < NUM_WORDS else "right")

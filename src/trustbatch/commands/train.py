@@ -12,6 +12,7 @@ from trustbatch.commands.base import Commands, add_command
 from trustbatch.errors import ConfigError
 from trustbatch.rollout.registry import engine_info
 from trustbatch.utils.arguments import at_least_one, gib
+from trustbatch.utils.terminal import is_quiet
 
 if TYPE_CHECKING:
     from trustbatch.config import Config
@@ -25,6 +26,7 @@ def add_train(commands: Commands) -> None:
         commands,
         "train",
         _train_or_plan,
+        shows_progress=True,
         takes_keys=True,
         help="train a model as configured in a TOML file",
         epilog="Any key can be set on the command line: --training.steps=10 --objective.name=grpo",
@@ -66,7 +68,8 @@ def _train(options: argparse.Namespace) -> int:
         return 0  # under torchrun rank 0 prints
     report = write_report([result.folder], result.folder / "report.html")
     console.print(f"Model   {result.checkpoint}", markup=False, highlight=False)
-    console.print(f"Report  {report}", markup=False, highlight=False)
+    if not is_quiet():
+        console.print(f"Report  {report}", markup=False, highlight=False)
     step = result.metrics[-1]["step"]
     if signals.received is None or step == config.training.steps:
         return 0

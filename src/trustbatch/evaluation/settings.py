@@ -111,10 +111,9 @@ def requested_evaluation(options: argparse.Namespace, overrides: Sequence[str]) 
         num_endless=options.prompts or tasks.prompts,
     )
     if not tasks.is_held_out and any(isinstance(each.task, ProblemSet) for each in suite):
-        LiveLine().show(
+        LiveLine().warn(
             "These are the problems that the run was trained on: name others with --task or "
-            "--suite to see how good it is on new ones.",
-            last=True,
+            "--suite to see how good it is on new ones."
         )
     turns = {"max_turns": options.max_turns or tasks.max_turns}
     return Evaluation(
