@@ -226,7 +226,7 @@ def test_checkpoint_of_another_config(config: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("trian x", "There is no command 'trian' (did you mean 'train'?): choose one of train, "),
+        ("trian x", "There is no command 'trian' (did you mean 'train'?): choose one of init, "),
         ("report x --outptu y", "report has no option --outptu (did you mean '--output'?)"),
         ("report x --training.steps=3", "report has no option --training.steps: `trustbatch"),
         ("compare a b c", "compare takes no further word 'c': remove it."),
