@@ -223,10 +223,55 @@ def test_checkpoint_of_another_config(config: str, capsys: pytest.CaptureFixture
     assert "choose another name or folder for this run" in message
 
 
-def test_override_of_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["report", "x", "--training.steps=3"])
-    assert "unrecognized arguments" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("trian x", "There is no command 'trian' (did you mean 'train'?): choose one of init, "),
+        ("report x --outptu y", "report has no option --outptu (did you mean '--output'?)"),
+        ("report x --training.steps=3", "report has no option --training.steps: `trustbatch"),
+        ("compare a b c", "compare takes no further word 'c': remove it."),
+        ("train x --dryrun", "train has no option --dryrun (did you mean '--dry-run'?)"),
+        ("train x y", "train takes no further word 'y': remove it."),
+        ("train x --seed", "--seed has no value: write --seed=VALUE."),
+        ("train x --training.steps", "--training.steps has no value: write --training.steps=VAL"),
+        ("train x --training.steps --dry-run", "--training.steps has no value"),
+        ("train x --training.betas [0.9, 0.95]", "--training.betas has only a part of a list"),
+        ("train x --training.betas=[0.9, 0.95]", "put the whole of it in quotes, as in "),
+        ("doctor x --rollout.n", "--rollout.n has no value"),
+    ],
+)
+def test_a_word_that_is_not_understood(
+    capsys: pytest.CaptureFixture[str], words: str, sentence: str
+) -> None:
+    assert sentence in error_of(capsys, *words.split())
+
+
+def test_keys_may_be_followed_by_their_values(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--rollout.temperature 1.5 --run.name=a --objective.name grpo --training.compile"
+    words += " --training.share_prompts false --seed 7 --run.name b --advantage.epsilon 1e-3"
+    lists = ["--training.betas", "[0.8, 0.9]", "--model.lora", "{rank = 4}"]
+    # the file may come after a key that needs no value
+    assert main(["train", *words.split(), *lists, "--training.compile", config, "--dry-run"]) == 0
+    config_lines = capsys.readouterr().out.splitlines()
+    for line in (
+        "seed = 7",
+        "temperature = 1.5",
+        'name = "b"',
+        'name = "grpo"',
+        "compile = true",
+        "share_prompts = false",
+        "epsilon = 0.001",
+        "    0.8,",
+        "rank = 4",
+    ):
+        assert line in config_lines, line
+
+
+def test_a_negative_number_is_a_value(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = error_of(capsys, "train", config, "--rollout.lag", "-1")
+    assert message == "error: rollout.lag = -1: input should be greater than or equal to 0."
 
 
 def test_importing_what_training_imports_prints_nothing() -> None:

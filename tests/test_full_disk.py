@@ -108,7 +108,8 @@ def test_a_run_without_room_says_so_and_goes_on_when_there_is_some(
 
 def test_an_evaluation_without_room_says_so_and_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "disk" / "e"
-    options = ["--samples", "2", "--prompts", "64", "--max-tokens", "4", "--output", str(output)]
+    options = ["--task", "arithmetic", "--samples", "2", "--prompts", "64", "--max-tokens", "4"]
+    options += ["--output", str(output)]
     kinds = [(["eval", str(tiny_folder), *options], each) for each in ("size=8k", "ro")]
     results, noise = outcomes(tmp_path, kinds)
     for (_, kind), (first, second) in zip(kinds, results, strict=True):

@@ -31,11 +31,12 @@ LAYERS = [
     ["loops"],
     ["cluster"],
     ["build"],
-    ["doctor", "inspection"],
+    ["doctor", "inspection", "hub"],
     ["api"],
     ["__init__"],
     ["quickstart"],
     ["studies"],
+    ["commands"],
     ["cli"],
     ["__main__"],
 ]

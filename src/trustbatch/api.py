@@ -140,11 +140,12 @@ def _announce(session: Session, line: LiveLine) -> None:
         sentences.append(f"{config.run.name} is already finished; nothing to train.")
     elif step:
         sentences.append(f"{config.run.name} continues after step {step}.")
-    sentences += cautions(config)
     if config.training.compile:
         sentences.append("The first step compiles the layers, which can take a minute.")
     for sentence in sentences:
         line.show(sentence, last=True)
+    for caution in cautions(config):
+        line.warn(caution)
 
 
 def _named(value: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,10 @@ class DeadEngineError(EngineError):
     """The process of an engine died, or was killed since it hung."""
 
 
+class HubError(TrustbatchError):
+    """A model hub can't be reached, or refuses an upload."""
+
+
 class OutOfMemoryError(TrustbatchError):
     """The device or the machine ran out of memory."""
 

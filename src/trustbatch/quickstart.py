@@ -85,12 +85,7 @@ def quickstart(
     folder: Path, *, steps: int = 60, seed: int = 0, say: Callable[[str], None]
 ) -> QuickstartResult:
     """Make the tiny model, train it in eight ways, compare, and write the report."""
-    model = folder / f"tiny-model-{seed}"
-    if not model.is_dir():
-        say("Warm start: teaching a 0.3M-parameter model two-digit sums, then mostly wrong ones.")
-        line = LiveLine()
-        warm_start(model, seed=seed, progress=line.show)
-        line.show(f"The model is in {model}.", last=True)
+    model = quickstart_model(folder, seed=seed, say=say)
     start = _evaluate(model)
     say(f"The model answers {start.mean_reward:.0%} of samples correctly. Training it 8 ways.")
     rows = []
@@ -123,6 +118,17 @@ def quickstart(
     write_report([folder / row.run for row in rows], outcome.report, _results_section(outcome))
     (folder / "results.json").write_text(json.dumps(asdict(outcome), default=str, indent=2) + "\n")
     return outcome
+
+
+def quickstart_model(folder: Path, *, seed: int = 0, say: Callable[[str], None]) -> Path:
+    """Return the folder of the tiny model; makes it where there is none."""
+    model = folder / f"tiny-model-{seed}"
+    if not model.is_dir():
+        say("Warm start: teaching a 0.3M-parameter model two-digit sums, then mostly wrong ones.")
+        line = LiveLine()
+        warm_start(model, seed=seed, progress=line.show)
+        line.show(f"The model is in {model}.", last=True)
+    return model
 
 
 def _results_section(result: QuickstartResult) -> str:

@@ -27,7 +27,7 @@ from trustbatch.tasks import build_task
 from trustbatch.types import Completion, GenerationRequest
 
 OWN_TASK = Path(__file__).parents[1] / "support" / "own_task.py"
-SMALL = ["--prompts", "12", "--samples", "4", "--max-tokens", "8"]
+SMALL = ["--task", "arithmetic", "--prompts", "12", "--samples", "4", "--max-tokens", "8"]
 FILES = ("results.md", "pass_at_k.html", "samples.jsonl", "settings.json")
 
 
@@ -70,6 +70,7 @@ def test_the_folder_has_table_plot_results_and_every_sample(
     table = (folder / "results.md").read_text()
     assert table in captured.out
     assert "| pass@1 (95% interval) | pass@2 | pass@4 | truncated | ungraded |" in table
+    assert "| problems | mean reward (95% interval) | pass@1 " in table
     results = json.loads((folder / "results.json").read_text())
     assert results["settings"]["top_p"] == 0.95
     assert results["environment"]["packages"] == describe_environment()["packages"]
@@ -152,7 +153,8 @@ def test_what_is_done_does_not_change_which_problems_are_sampled_together(policy
 
 @pytest.mark.slow
 def test_a_killed_evaluation_gives_the_same_table(tiny_folder: Path, tmp_path: Path) -> None:
-    words = [str(tiny_folder), "--prompts", "30", "--samples", "8", "--rollout.max_sequences=16"]
+    words = [str(tiny_folder), "--task", "arithmetic", "--prompts", "30", "--samples", "8"]
+    words += ["--rollout.max_sequences=16"]
     command = ["eval", *words, "--output", "killed"]
     samples = tmp_path / "killed" / "tiny-arithmetic" / "samples.jsonl"
     with forked.command(*command, folder=tmp_path) as process:
@@ -217,7 +219,8 @@ def test_two_models_are_compared_on_the_same_problems(
 def test_the_default_max_tokens_is_lowered_to_the_context(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [tiny_folder, "--prompts", "2", "--samples", "1", "--output", tmp_path]
+    words = [tiny_folder, "--task", "arithmetic", "--prompts", "2", "--samples", "1"]
+    words += ["--output", tmp_path]
     assert run_eval(*words) == 0
     assert "At most 122 tokens are sampled, not 4,096: the context of" in capsys.readouterr().err
     message = error_of(capsys, "eval", *words, "--max-tokens", "123")
@@ -258,21 +261,32 @@ def test_short_names_of_models_are_unique() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--temperature", "0", "--samples", "2"], "set --samples 1, or raise the temperature"),
+        (
+            ["--task", "arithmetic", "--temperature", "0", "--samples", "2"],
+            "set --samples 1, or raise the temperature",
+        ),
         (["--task", "arithmetik"], "did you mean 'arithmetic'?"),
         (["--suite", "aime24", "--data", "."], "aime24.jsonl.gz is not a file"),
-        (["--template", "x{problem}"], "--template requires a file with problems"),
+        (
+            ["--task", "derail", "--template", "x{problem}"],
+            "--template requires a file with problems",
+        ),
         (["--suite", "arithmetic", "--template", "x"], "--template requires a file in --task"),
         (["--suite", "arithmetic,arithmetic"], "two tasks named 'arithmetic'"),
         (["--training.steps=3"], "'--training.steps=3' is not an option of eval"),
-        (["--rollout.vllm.sleep=true"], 'requires rollout.engine = "vllm"'),
+        (["--task", "arithmetic", "--rollout.vllm.sleep"], 'requires rollout.engine = "vllm"'),
+        (["--prompts", "2"], "is no run that has one: name it with --task or --suite"),
+        (["--task", "arithmetic", "--task.levl=1"], "did you mean 'level'?"),
+        (["--suite", "arithmetic", "--task.level", "1"], "--task.level is an option of one task"),
+        (["--task.name=arithmetic"], "write --task arithmetic"),
     ],
 )
 def test_what_can_not_be_evaluated_is_refused(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
 ) -> None:
     assert sentence in error_of(capsys, "eval", tiny_folder, *words)
-    assert "named twice" in error_of(capsys, "eval", tiny_folder, tiny_folder)
+    twice = error_of(capsys, "eval", tiny_folder, tiny_folder, "--task", "arithmetic")
+    assert "named twice" in twice
 
 
 def test_a_file_with_markup_in_its_name_and_ids_is_written_safely(
@@ -282,7 +296,7 @@ def test_a_file_with_markup_in_its_name_and_ids_is_written_safely(
     rows = [{"id": "</script>\u2028", "problem": "1+1=", "answer": "2"}]
     rows += [{"problem": "2+2=", "answer": 4}]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run_eval(tiny_folder, "--task", data, *SMALL, "--output", tmp_path / "e") == 0
+    assert run_eval(tiny_folder, *SMALL, "--task", data, "--output", tmp_path / "e") == 0
     (folder,) = (tmp_path / "e").iterdir()
     page = (folder / "pass_at_k.html").read_text()
     assert page.count("</script>") == page.count("<script")
@@ -295,6 +309,7 @@ def test_a_file_with_markup_in_its_name_and_ids_is_written_safely(
 
 def test_greedy_is_one_sample(tiny_folder: Path, tmp_path: Path) -> None:
     words = ["--prompts", "3", "--max-tokens", "4", "--temperature", "0", "--output", tmp_path]
+    words += ["--task", "arithmetic"]
     assert run_eval(tiny_folder, *words) == 0
     assert read_results(tmp_path / "tiny-arithmetic")["settings"]["samples"] == 1
 

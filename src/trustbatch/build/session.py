@@ -98,7 +98,7 @@ def _checked(config: Config, task: Task, suite: list[EvaluatedTask], policy: Pol
 
 def _say(sentence: str) -> None:
     if this_rank() == 0:
-        LiveLine().show(sentence, last=True)
+        LiveLine().warn(sentence)
 
 
 def build_source(session: Session) -> BatchSource:

@@ -162,7 +162,7 @@ def _newest_intact(folder: Path) -> Path | None:
             verify(checkpoint)
         except (CheckpointError, OSError) as error:
             skipped.append(f"{checkpoint.name}: {error}")
-            line.show(f"Skipped {checkpoint}, which is damaged: {error}.", last=True)
+            line.warn(f"Skipped {checkpoint}, which is damaged: {error}.")
         else:
             return checkpoint
     if skipped:

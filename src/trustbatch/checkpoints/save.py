@@ -157,7 +157,7 @@ class Checkpointer:
         try:
             self.finish()
         except CheckpointError as error:
-            LiveLine().show(str(error), last=True)
+            LiveLine().warn(str(error))
         self._pool.shutdown()
 
     def _write(self, snapshot: _Snapshot) -> None:

@@ -12,9 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trustbatch.config.keys import config_keys
+from trustbatch.config.peer_names import find_peer_name
 from trustbatch.config.tree import Config
 from trustbatch.errors import ConfigError
-from trustbatch.utils.tables import Table, set_key, table_of
+from trustbatch.utils.options import UnknownOptionError
+from trustbatch.utils.tables import Table, flatten, set_key, table_of
 
 
 def load_config(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -40,13 +43,18 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.removeprefix("--").partition("=")
     if not override.startswith("--") or not equals or not key:
         raise ConfigError(f"{override!r} is not an override: write --table.key=value.")
-    set_key(tree, key, _parse_value(text))
+    set_key(tree, key, _parse_value(key, text))
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(key: str, text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
+        if text.startswith("[") and not text.endswith("]"):
+            raise ConfigError(
+                f"--{key} has only a part of a list, {text}: put the whole of it in quotes, "
+                f"as in --{key}='[a, b]'."
+            ) from None
         return text  # a bare word is a string
 
 
@@ -70,10 +78,7 @@ def _sentence(item: Any) -> str:
     location = [str(part) for part in item["loc"] if not str(part).startswith("function-")]
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        close = get_close_matches(location[-1], known, n=1)
-        hint = f"did you mean {'.'.join([*location[:-1], close[0]])!r}?" if close else ""
-        return f"Unknown key {key!r}: {hint or 'known are ' + ', '.join(known) + '.'}"
+        return _unknown(key, location, item["input"])
     if item["type"] in ("model_type", "dict_type"):
         first = next(iter(_known_keys(location)), "name")
         return f"{key} is a table: set {key}.{first}, or another key of it."
@@ -86,10 +91,36 @@ def _sentence(item: Any) -> str:
         return f"{key} is missing: set it in the file or with --{key}=..."
     message = item["msg"].removeprefix("Value error, ").rstrip(".")
     if item["type"] == "value_error":
+        message += _translated_option(key, item["ctx"]["error"])
         # one that starts with a key or a capital letter is a whole sentence
         is_whole = "." in message.split(" ")[0] or message[0].isupper()
         return f"{message}." if is_whole else f"{_prefix(key)}{message}."
     return f"{key} = {json.dumps(item['input'], default=str)}: {message[0].lower()}{message[1:]}."
+
+
+def _unknown(key: str, location: Sequence[str], value: Any) -> str:
+    """Return the sentence for an unknown key: another framework's, the nearest, or all known."""
+    # a table of another framework is unknown as a whole: its keys tell more than its name
+    inside = flatten(value) if isinstance(value, Mapping) else {}
+    for full in [f"{key}.{each}" for each in inside] or [key]:
+        if peer := find_peer_name(full):
+            return f"Unknown key {full!r}: {peer.sentence()}."
+    known = _known_keys(location[:-1])
+    elsewhere = {each.rpartition(".")[2]: each for each in reversed(config_keys())}
+    own = {name: ".".join([*location[:-1], name]) for name in known}
+    for names, likeness in ((own, 0.75), (elsewhere, 0.85), (own, 0.6)):
+        if close := get_close_matches(location[-1], names, n=1, cutoff=likeness):
+            return f"Unknown key {key!r}: did you mean {names[close[0]]!r}?"
+    return f"Unknown key {key!r}: known are {', '.join(known)}."
+
+
+def _translated_option(table: str, problem: Exception) -> str:
+    """Return what an unknown option is called here, to append; empty where it is our own word."""
+    if not isinstance(problem, UnknownOptionError):
+        return ""
+    key = f"{table}.{problem.option}"
+    peer = None if key in config_keys() else find_peer_name(key)
+    return "" if peer is None else f"; {peer.sentence()}"
 
 
 def _prefix(key: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trustbatch.evaluation.comparison import Comparison
-from trustbatch.evaluation.results import EvaluationResults, Score, TaskScores
+from trustbatch.evaluation.results import EvaluationResults, TaskScores
 from trustbatch.evaluation.sample_page import samples_section
 from trustbatch.evaluation.statistics import LEVEL, shown_ks
 from trustbatch.observe.charts import ChartSpec, Curve, Look, chart_figure
@@ -40,7 +40,8 @@ def results_table(results: EvaluationResults) -> str:
 def _table_of(results: EvaluationResults) -> tuple[list[str], list[list[str]]]:
     """Return the headings and rows of a model's scores."""
     ks = [k for k in shown_ks(results.settings["samples"]) if k > 1]
-    headings = ["task", "problems", f"pass@1 ({_PERCENT} interval)"]
+    headings = ["task", "problems", f"mean reward ({_PERCENT} interval)"]
+    headings += [f"pass@1 ({_PERCENT} interval)"]
     headings += [*(f"pass@{k}" for k in ks), "truncated", "ungraded", "mean tokens"]
     return headings, [_row(score, ks) for score in results.scores]
 
@@ -84,8 +85,8 @@ def comparison_table(comparison: Comparison) -> str:
 
 def _row(score: TaskScores, ks: Sequence[int]) -> list[str]:
     first = score.at(1)
-    cells = [score.name, f"{score.num_problems:,}"]
-    cells.append("-" if first is None else f"{first.value:.3f} ({_span(first)})")
+    cells = [score.name, f"{score.num_problems:,}", _mean_reward(score)]
+    cells.append("-" if first is None else _with_span(first.value, first.low, first.high))
     cells += ["-" if (at := score.at(k)) is None else f"{at.value:.3f}" for k in ks]
     return [
         *cells,
@@ -95,8 +96,15 @@ def _row(score: TaskScores, ks: Sequence[int]) -> list[str]:
     ]
 
 
-def _span(score: Score) -> str:
-    return f"{score.low:.3f} to {score.high:.3f}"
+def _mean_reward(score: TaskScores) -> str:
+    value, low, high = score.mean_reward, score.mean_reward_low, score.mean_reward_high
+    if value is None or low is None or high is None:
+        return "-"
+    return _with_span(value, low, high)
+
+
+def _with_span(value: float, low: float, high: float) -> str:
+    return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _remarks(scores: Sequence[TaskScores]) -> list[str]:

@@ -81,6 +81,9 @@ class TaskScores:
     """samples that count neither as correct nor as wrong"""
     truncated_fraction: float
     mean_reward: float | None
+    mean_reward_low: float | None
+    """of its interval, as for `Score`"""
+    mean_reward_high: float | None
     mean_tokens: float
     pass_at_k: tuple[Score, ...]
     """for k = 1..num_samples, up to the largest number of graded samples of a problem"""
@@ -121,14 +124,16 @@ def _score(name: str, tasks: Sequence[Sequence[ProblemOutcome]]) -> TaskScores:
     values = np.mean([np.nanmean(curve, axis=0) for curve in curves], axis=0) if num_ks else []
     intervals = mean_intervals(curves) if num_ks else []
     everything = [outcome for problems in tasks for outcome in problems]
-    rewards = [_mean([o.mean_reward for o in task if o.mean_reward is not None]) for task in tasks]
+    reward, reward_low, reward_high = _mean_reward(tasks)
     return TaskScores(
         name=name,
         num_problems=len(everything),
         num_samples=num_samples,
         num_ungraded=sum(outcome.samples - outcome.graded for outcome in everything),
         truncated_fraction=_mean([_truncated_fraction(problems) for problems in tasks]),
-        mean_reward=None if math.isnan(reward := _mean(rewards)) else reward,
+        mean_reward=reward,
+        mean_reward_low=reward_low,
+        mean_reward_high=reward_high,
         mean_tokens=_mean([_mean([o.mean_tokens for o in problems]) for problems in tasks]),
         pass_at_k=tuple(
             Score(
@@ -141,6 +146,26 @@ def _score(name: str, tasks: Sequence[Sequence[ProblemOutcome]]) -> TaskScores:
             for k, (value, (low, high)) in enumerate(zip(values, intervals, strict=True), start=1)
         ),
     )
+
+
+def _mean_reward(
+    tasks: Sequence[Sequence[ProblemOutcome]],
+) -> tuple[float, float, float] | tuple[None, None, None]:
+    """Return the mean reward and its interval; none where a task has no graded sample.
+
+    Rewards may leave 0 to 1: intervals are those of the rewards scaled to that range.
+    """
+    rewards = [
+        np.array([[np.nan if o.mean_reward is None else o.mean_reward] for o in problems])
+        for problems in tasks
+    ]
+    if any(np.isnan(each).all() for each in rewards):
+        return None, None, None
+    least = min(0.0, *(float(np.nanmin(each)) for each in rewards))
+    width = max(1.0, *(float(np.nanmax(each)) for each in rewards)) - least
+    ((low, high),) = mean_intervals([(each - least) / width for each in rewards])
+    value = _mean([float(np.nanmean(each)) for each in rewards])
+    return value, min(least + width * low, value), max(least + width * high, value)
 
 
 def _truncated_fraction(problems: Sequence[ProblemOutcome]) -> float:

@@ -89,9 +89,8 @@ class ModelEvaluator:
                 raise ConfigError(
                     f"--max-tokens {sampling.max_tokens} does not fit: {why}; give at most {space}."
                 )
-            LiveLine().show(
+            LiveLine().warn(
                 f"At most {space:,} tokens are sampled, not {sampling.max_tokens:,}: {why}.",
-                last=True,
             )
             evaluation = replace(evaluation, sampling=replace(sampling, max_tokens=space))
         return evaluation

@@ -2,17 +2,20 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trustbatch.config import apply_override
 from trustbatch.errors import ConfigError
+from trustbatch.evaluation.run_tasks import RunTasks, tasks_of_runs
 from trustbatch.evaluation.suite import EvaluatedTask, TaskChoice, digest, load_suite
+from trustbatch.rollout.config import MAX_TURNS
 from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_tables
-from trustbatch.tasks.base import is_environment
+from trustbatch.tasks.base import ProblemSet, is_environment
 from trustbatch.tasks.benchmarks import FILE_ENDINGS
 from trustbatch.types import SamplingParams
+from trustbatch.utils.terminal import LiveLine
 
 if TYPE_CHECKING:
     from trustbatch.models.policy import Policy
@@ -97,28 +100,76 @@ def recorded_settings(
 
 def requested_evaluation(options: argparse.Namespace, overrides: Sequence[str]) -> Evaluation:
     """Return the evaluation that the command line requests; reads the files of the suite."""
-    tables = _engine_tables(overrides)
-    choices = [TaskChoice(name) for name in options.suite]
-    if options.task is not None or not choices:
-        choices.append(_single_task(options.task or "arithmetic", options.template))
-    elif options.template is not None:
-        raise ConfigError("--template requires a file in --task: remove it, or name a file.")
+    task_keys = [each for each in overrides if each.startswith("--task.")]
+    tables = _engine_tables([each for each in overrides if each not in task_keys])
+    task_options = _task_options(task_keys)
+    tasks = _requested_tasks(options, task_options)
+    suite = load_suite(
+        tasks.choices,
+        data=options.data or tasks.data,
+        limit=options.limit or tasks.limit,
+        num_endless=options.prompts or tasks.prompts,
+    )
+    if not tasks.is_held_out and any(isinstance(each.task, ProblemSet) for each in suite):
+        LiveLine().warn(
+            "These are the problems that the run was trained on: name others with --task or "
+            "--suite to see how good it is on new ones."
+        )
+    turns = {"max_turns": options.max_turns or tasks.max_turns}
     return Evaluation(
-        suite=load_suite(
-            choices, data=options.data, limit=options.limit, num_endless=options.prompts
-        ),
+        suite=suite,
         sampling=SamplingSettings(
             samples=_num_samples(options),
             temperature=options.temperature,
             top_p=options.top_p,
-            max_tokens=options.max_tokens or DEFAULT.max_tokens,
+            max_tokens=options.max_tokens or tasks.max_tokens,
             seed=options.seed,
         ),
         is_capped=options.max_tokens is None,
         engine=options.engine,
-        tables=tables | {"rollout": tables.get("rollout", {}) | {"max_turns": options.max_turns}},
+        tables=tables | {"rollout": tables.get("rollout", {}) | turns},
         output=Path(options.output),
     )
+
+
+def _requested_tasks(options: argparse.Namespace, task_options: Mapping[str, Any]) -> RunTasks:
+    """Return the tasks that the command line names, else those of the runs."""
+    if options.task is None and not options.suite:
+        own = tasks_of_runs(options.models, own_task=bool(task_options or options.template))
+        if not task_options and options.template is None:
+            return own
+        (task,) = own.choices
+        template = {} if options.template is None else {"template": options.template}
+        return replace(own, choices=(_with_options(task, {**template, **task_options}),))
+    choices = [TaskChoice(name) for name in options.suite]
+    if options.task is not None:
+        task = _single_task(options.task, options.template)
+        choices.append(_with_options(task, task_options))
+    elif options.template is not None:
+        raise ConfigError("--template requires a file in --task: remove it, or name a file.")
+    elif task_options:
+        raise ConfigError(
+            f"--task.{next(iter(task_options))} is an option of one task: name it with --task, "
+            "not in --suite."
+        )
+    return RunTasks(
+        tuple(choices), max_tokens=DEFAULT.max_tokens, max_turns=MAX_TURNS, is_held_out=True
+    )
+
+
+def _task_options(overrides: Sequence[str]) -> dict[str, Any]:
+    """Parse --task.KEY=value."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(tree, override)
+    options = tree.get("task", {})
+    if "name" in options:
+        raise ConfigError(f"--task.name is --task here: write --task {options['name']}.")
+    return options
+
+
+def _with_options(task: TaskChoice, options: Mapping[str, Any]) -> TaskChoice:
+    return TaskChoice(task.name, {**task.options, **options})
 
 
 def _single_task(name: str, template: str | None) -> TaskChoice:
@@ -153,7 +204,7 @@ def _engine_tables(overrides: Sequence[str]) -> dict[str, Any]:
             words = ", ".join(f"--{table}KEY=..." for table in own_tables)
             raise ConfigError(
                 f"{override!r} is not an option of eval: in addition to those of --help it takes "
-                f"--model.KEY=..., {words}, --rollout.max_sequences=..., "
+                f"--task.KEY=..., --model.KEY=..., {words}, --rollout.max_sequences=..., "
                 "--rollout.precision=... and --reward.time_limit=... (workers, memory_limit_gib, "
                 "environment), as in a configuration."
             )

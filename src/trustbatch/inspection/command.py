@@ -9,13 +9,8 @@ from rich.console import Console
 from trustbatch.errors import ConfigError
 
 
-def add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "inspect",
-        help="what each objective would do to a batch of a run",
-        epilog="Nothing is trained, and the run folder is only read.",
-    )
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("run", help="run folder, e.g. runs/a; the run may be under way")
     parser.add_argument(
         "--step", type=_step, help="default: the one after the newest checkpoint; 1 is the first"

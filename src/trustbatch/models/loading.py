@@ -221,11 +221,24 @@ def _is_small(folder: Path) -> bool:
     return folder.is_dir() and sum(f.stat().st_size for f in folder.glob("*.safetensors")) < 2**30
 
 
+def _advice(folder: Path) -> str:
+    """Return what to do about a model that is missing: those of the quickstart can be made."""
+    name, _, seed = folder.name.rpartition("-")
+    if name != "tiny-model" or not seed.isdecimal():
+        return "check the path"
+    words = ["trustbatch quickstart --model-only"]
+    if str(folder.parent) != "runs/quickstart":
+        words.append(f"--folder {folder.parent}")
+    if seed != "0":
+        words.append(f"--seed {seed}")
+    return f"`{' '.join(words)}` makes it in a minute"
+
+
 def _refuse_wrong_folder(name: str) -> None:
     folder = Path(name)
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1  # a hub name has one
     if is_path and not folder.is_dir():
-        raise ConfigError(f"model.name = {name!r} is not a folder here: check the path.")
+        raise ConfigError(f"model.name = {name!r} is not a folder here: {_advice(folder)}.")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.name = {name!r} is a folder without config.json: give the folder of a Hugging "

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from trustbatch.utils.entropy_watch import EntropyWatch
-from trustbatch.utils.terminal import LiveLine
+from trustbatch.utils.terminal import LiveLine, is_verbose
 
 SECONDS_BETWEEN = 30.0
 """between two lines where the output is not a terminal"""
@@ -29,7 +29,7 @@ class Progress:
         self._line = LiveLine(stream)
         self._done_at_start = done
         self._start = time.monotonic()
-        self._every = 1 if self._line.is_live else max(total // 10, 1)
+        self._every = 1 if self._line.is_live or is_verbose() else max(total // 10, 1)
         self._shown = self._start
         self._entropy = EntropyWatch(
             first, settings="rollout.temperature or training.learning_rate"
@@ -38,7 +38,7 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the state after `step`."""
         if warning := self._entropy.warning(metrics):
-            self._line.show(warning, last=True)
+            self._line.warn(warning)
         now = time.monotonic()
         is_time = now - self._shown >= SECONDS_BETWEEN
         if step % self._every == 0 or is_time or step == self.total:

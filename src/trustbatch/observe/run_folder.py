@@ -106,7 +106,7 @@ class RunFolder:
                 copy = self.path / "metrics-damaged.jsonl"
                 shutil.copyfile(self._metrics_file, copy)
                 sentence += f", so it is written anew and kept as {copy.name}"
-            LiveLine().show(f"{sentence}: the run goes on without these numbers.", last=True)
+            LiveLine().warn(f"{sentence}: the run goes on without these numbers.")
         return [by_step[number] for number in sorted(by_step)]
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

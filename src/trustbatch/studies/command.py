@@ -16,6 +16,7 @@ from trustbatch.errors import ConfigError, did_you_mean
 from trustbatch.studies.definitions import DEFINITIONS
 from trustbatch.studies.study import Arm, Scale, Study
 from trustbatch.utils.tables import set_key
+from trustbatch.utils.terminal import is_quiet
 
 if TYPE_CHECKING:  # they import torch, which --list does not need
     from trustbatch.studies.jobs import Job
@@ -196,7 +197,8 @@ def _run(
         folder.write(study, about=about, state="finished" if tally.is_over else "unfinished")
     finally:
         folder.unlock()
-    console.print(f"{tally.done} of {tally.total} done.", markup=False)
+    if not is_quiet():
+        console.print(f"{tally.done} of {tally.total} done.", markup=False)
     for name in tally.failed:
         console.print(f"Failed  {name}: run it again with --retry-failed.", markup=False)
     if tally.left:
@@ -216,9 +218,10 @@ def _write_page(console: Console, out: Path) -> int:
 
     page = write_study_page(out)
     tables = write_csv(out)
-    console.print(verdict(out), markup=False)
+    if not is_quiet():
+        console.print(verdict(out), markup=False)
     console.print(f"Page    {page}", markup=False)
-    for table in tables:
+    for table in () if is_quiet() else tables:
         console.print(f"Curves  {table}", markup=False)
     return 0
 

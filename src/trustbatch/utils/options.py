@@ -17,6 +17,14 @@ WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a st
 LISTS = (list, tuple, Sequence)
 
 
+class UnknownOptionError(ValueError):
+    """An option that a class or function does not have."""
+
+    def __init__(self, message: str, option: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
 def find_entry(registry: Mapping[str, Entry], name: str, *, kind: str, also: str = "") -> Entry:
     """Return what a name stands for; an unknown one is refused with the nearest known one.
 
@@ -35,13 +43,20 @@ def option_names(make: Callable[..., Any], *, hidden: Collection[str] = ()) -> l
     return [name for name in _parameters(make) if name not in hidden]
 
 
+def argument_types(make: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of the keyword arguments of a class or function, by name."""
+    hints = _hints(make)
+    return {name: hints.get(name) for name in _parameters(make)}
+
+
 def refuse_unknown(options: Mapping[str, Any], known: Sequence[str], what: str) -> None:
     """Refuse options that are not known, with the nearest one that is."""
     for option in options:
         if option not in known:
             listed = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise ValueError(
-                f"The {what} has no option {option!r}{did_you_mean(option, known)}; {listed}."
+            raise UnknownOptionError(
+                f"The {what} has no option {option!r}{did_you_mean(option, known)}; {listed}.",
+                option,
             )
 
 

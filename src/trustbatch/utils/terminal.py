@@ -3,10 +3,38 @@
 import shutil
 import sys
 import unicodedata
+from enum import IntEnum
 from typing import TextIO
 
 _CONTROL_PICTURES = 0x2400
 """first of the Unicode symbols that depict the control characters 0 to 31"""
+
+
+class Verbosity(IntEnum):
+    """How much a command says: warnings and its last line, the usual, or everything."""
+
+    QUIET = 0
+    USUAL = 1
+    VERBOSE = 2
+
+
+_verbosity = Verbosity.USUAL
+
+
+def set_verbosity(verbosity: Verbosity) -> None:
+    """Decide how much this process says from now on."""
+    global _verbosity
+    _verbosity = verbosity
+
+
+def is_quiet() -> bool:
+    """Whether only warnings and the last line of a command are shown."""
+    return _verbosity == Verbosity.QUIET
+
+
+def is_verbose() -> bool:
+    """Whether everything is shown, tracebacks included."""
+    return _verbosity == Verbosity.VERBOSE
 
 
 class LiveLine:
@@ -19,6 +47,14 @@ class LiveLine:
 
     def show(self, text: str, *, last: bool = False) -> None:
         """Replace the line; after the `last` text the next output starts on a new line."""
+        if not is_quiet():
+            self._write(text, last=last)
+
+    def warn(self, text: str) -> None:
+        """Show a line of its own that a quiet command shows too."""
+        self._write(text, last=True)
+
+    def _write(self, text: str, *, last: bool) -> None:
         if self.is_live and not last:
             # a line that wraps could not be erased
             text = text[: shutil.get_terminal_size().columns - 1]

@@ -87,8 +87,7 @@ class Trackers:
         failed = [tracker for tracker in self._running if tracker.failure]
         self._running = [tracker for tracker in self._running if tracker not in failed]
         for tracker in failed:
-            LiveLine().show(
+            LiveLine().warn(
                 f"The tracker {tracker.name} is left out from now on ({tracker.failure}): the run "
-                "goes on, and a resumed run sends what it lacks.",
-                last=True,
+                "goes on, and a resumed run sends what it lacks."
             )

@@ -36,9 +36,7 @@ class MemoryFile:
             try:
                 self._known = _MEMORIES.validate_json(self._file.read_bytes())
             except ValidationError:
-                LiveLine().show(
-                    f"{self._file} can't be read: trackers get a new run each.", last=True
-                )
+                LiveLine().warn(f"{self._file} can't be read: trackers get a new run each.")
 
     def of(self, name: str) -> Memory:
         """Return what a tracker has stored."""
