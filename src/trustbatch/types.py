@@ -6,10 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:  # grader processes do not import torch
     from torch import Tensor
+
+
+class Message(TypedDict):
+    """A message of a conversation, as chat templates read it."""
+
+    role: str
+    """"user" or "assistant\""""
+    content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +36,8 @@ class Prompt:
     """the system message, if there is one"""
     chat: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """arguments of the tokenizer's chat template, such as enable_thinking"""
+    history: tuple[Message, ...] = field(default=(), hash=False)
+    """earlier messages of a conversation, after the system message and before the text"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ from trustbatch.config import Config
 from trustbatch.errors import CheckpointError, ConfigError
 from trustbatch.evaluation.suite import EvaluatedTask
 from trustbatch.tasks import ProblemSet, Task
-from trustbatch.tasks.base import ReadsFiles
+from trustbatch.tasks.base import ReadsDataSets, ReadsFiles
+from trustbatch.tasks.data_source import is_data_path
 from trustbatch.tasks.rows import RowTask
 from trustbatch.utils.distributed import all_gather
 from trustbatch.utils.files import digest_of
@@ -48,6 +49,8 @@ def fingerprint_files(config: Config, task: Task, suite: Sequence[EvaluatedTask]
     for each in (task, *(evaluated.task for evaluated in suite)):
         if isinstance(each, ReadsFiles):
             found |= {name: digest_of(Path(path)) for name, path in each.files.items()}
+        if isinstance(each, ReadsDataSets):
+            found |= each.digests
     for path in _code_paths(config):
         if path.startswith("__main__:"):
             found |= _main_class(path, task)
@@ -73,7 +76,9 @@ def fingerprint_prompts(files: Mapping[str, str], task: Task) -> Fingerprints:
         return Fingerprints(files)
     found = hashlib.sha256()
     for prompt in prompts:
-        fields = (prompt.id, prompt.text, prompt.answer, prompt.system)
+        fields: tuple[Any, ...] = (prompt.id, prompt.text, prompt.answer, prompt.system)
+        if prompt.history:  # without one, the fingerprint is that of versions without the field
+            fields += (prompt.history,)
         found.update(repr(fields).encode())
     return Fingerprints(files, found.hexdigest(), len(prompts))
 
@@ -157,7 +162,7 @@ def _code_paths(config: Config) -> Iterable[str]:
 
 
 def _with_colon(*names: str) -> Iterable[str]:
-    return (name for name in names if ":" in name)
+    return (name for name in names if ":" in name and not is_data_path(name))
 
 
 def _main_class(path: str, task: Task) -> dict[str, str]:

@@ -11,7 +11,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.evaluation.suite import EvaluatedTask, TaskChoice, digest, load_suite
 from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_tables
 from trustbatch.tasks.base import is_environment
-from trustbatch.tasks.benchmarks import FILE_ENDINGS
+from trustbatch.tasks.data_source import is_data_path
 from trustbatch.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def requested_evaluation(options: argparse.Namespace, overrides: Sequence[str]) 
 def _single_task(name: str, template: str | None) -> TaskChoice:
     if template is None:
         return TaskChoice(name)
-    if not name.endswith(FILE_ENDINGS):
+    if not is_data_path(name):
         raise ConfigError("--template requires a file with problems: remove it, or name a file.")
     return TaskChoice(name, {"template": template})
 
