@@ -117,7 +117,7 @@ def test_a_folder_has_splits(tmp_path: Path, layout: str) -> None:
     assert answers(file_task(tmp_path / "d", columns=COLUMNS, split="test")) == [
         ("A, B or C?", "C")
     ]
-    with pytest.raises(ValueError, match="has files of test and train: set task.split"):
+    with pytest.raises(ValueError, match=r"has files of test and train: set task.split"):
         file_task(tmp_path / "d", columns=COLUMNS, split="dev")
 
 
@@ -126,7 +126,7 @@ def test_an_unclear_folder_is_refused(tmp_path: Path) -> None:
         file_task(tmp_path)
     write(tmp_path / "more.jsonl")
     write(tmp_path / "test.jsonl")
-    with pytest.raises(ValueError, match="has files of others and test: set task.split"):
+    with pytest.raises(ValueError, match=r"has files of others and test: set task.split"):
         file_task(tmp_path, columns=COLUMNS)
 
 
@@ -145,7 +145,7 @@ def test_a_data_set_by_its_name(tmp_path: Path) -> None:
     assert row is not None
     assert row.where == f"row 2 of {path!r}"
     assert answers(file_task(path, columns=COLUMNS, split="test")) == [("A, B or C?", "C")]
-    with pytest.raises(ValueError, match="Unknown split .*: check task.subset and task.split"):
+    with pytest.raises(ValueError, match=r"Unknown split .*: check task.subset and task.split"):
         file_task(path, columns=COLUMNS, split="dev")
 
 
@@ -174,7 +174,7 @@ def test_a_data_set_of_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("trustbatch.tasks.hub_data.hub_is_reachable", lambda: False)
     start = time.monotonic()
-    with pytest.raises(ValueError, match="no-such/data could not be fetched .* or go online"):
+    with pytest.raises(ValueError, match=r"no-such/data could not be fetched .* or go online"):
         file_task("hf:no-such/data")
     assert time.monotonic() - start < 10.0
     assert constants.HF_HUB_OFFLINE is False
@@ -193,11 +193,11 @@ def test_folders_of_save_to_disk(tmp_path: Path) -> None:
     task = file_task(tmp_path / "one", columns=COLUMNS)
     assert answers(task) == [("6 * 12?", "72"), ("A, B or C?", "C")]
     assert [Path(file).suffix for file in task.files.values()] == [".arrow"]
-    with pytest.raises(ValueError, match="has no splits: remove task.split"):
+    with pytest.raises(ValueError, match=r"has no splits: remove task.split"):
         file_task(tmp_path / "one", columns=COLUMNS, split="test")
     several = datasets.DatasetDict({"a": one, "b": one.select([1])})
     several.save_to_disk(str(tmp_path / "several"))
-    with pytest.raises(ValueError, match="has several splits: set task.split to a or b"):
+    with pytest.raises(ValueError, match=r"has several splits: set task.split to a or b"):
         file_task(tmp_path / "several", columns=COLUMNS)
     assert len(file_task(tmp_path / "several", columns=COLUMNS, split="b").problems) == 1
 
@@ -252,7 +252,7 @@ CHAT = [
 
 def test_a_conversation_keeps_its_turns(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [message("user", "3+3=?")]}])
-    with pytest.raises(ValueError, match="Line 2 .* no field 'answer', but messages"):
+    with pytest.raises(ValueError, match=r"Line 2 .* no field 'answer', but messages"):
         file_task(tmp_path / "a.jsonl")
     write(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT[3:4], "answer": "5"}])
     task = file_task(tmp_path / "a.jsonl", system="Think.", template="{problem} Answer:")

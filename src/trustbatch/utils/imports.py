@@ -16,6 +16,11 @@ from trustbatch.errors import did_you_mean
 def check_object_path(path: str) -> None:
     """Refuse a malformed path or one whose module does not exist, without importing anything."""
     place, _, name = path.rpartition(":")
+    if place == "__main__":
+        raise ValueError(
+            f"{path!r} is defined in a script or notebook: pass it to trustbatch.train there, or "
+            "put it into a file and name that."
+        )
     if not place or not name.isidentifier():
         raise ValueError(
             f"{path!r} must be module:name or path/to/file.py:name, such as my_rewards.py:brevity."
@@ -27,6 +32,12 @@ def check_object_path(path: str) -> None:
         raise ValueError(
             f"{path!r} names the module {place}, which is neither in this folder nor installed."
         )
+
+
+def code_path(found: Any) -> str:
+    """Return the path of a class, function or other callable object, as in "my_module:name"."""
+    kind = found if hasattr(found, "__qualname__") else type(found)
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def load_object(path: str, *, private: bool = False) -> Any:
