@@ -143,11 +143,11 @@ WHOLE_FILES = {
     ),
     "no Parquet": (b"PAR1 and no more", "a.parquet", r"can't be read \(.*\): copy or write it"),
     "an empty Parquet": (b"", "a.parquet", r"can't be read \(.*\): copy or write it again"),
-    "another ending": (b"a,b\n1,2\n", "a.csv", "must end in .jsonl"),
+    "another ending": (b"a,b\n1,2\n", "a.txt", "must end in .jsonl"),
     "no good row": (
         b'{"q": 1}\n' * 3,
         "a.jsonl",
-        "and 2 more rows can't be used: set task.problem_",
+        "and 2 more rows can't be used: set task.columns.problem",
     ),
 }
 
