@@ -6,18 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:  # grader processes do not import torch
     from torch import Tensor
 
 
-class Message(TypedDict):
-    """A message of a conversation, as chat templates read it."""
-
-    role: str
-    """"user" or "assistant\""""
-    content: str
+Message: TypeAlias = "dict[str, str]"
+"""a message of a conversation, as chat templates read it: its role and its content"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

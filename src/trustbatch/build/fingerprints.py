@@ -22,6 +22,7 @@ from trustbatch.tasks.data_source import is_data_path
 from trustbatch.tasks.rows import RowTask
 from trustbatch.utils.distributed import all_gather
 from trustbatch.utils.files import digest_of
+from trustbatch.utils.imports import code_path, given
 from trustbatch.utils.sources import source_files
 
 SHORT = 12
@@ -51,12 +52,7 @@ def fingerprint_files(config: Config, task: Task, suite: Sequence[EvaluatedTask]
             found |= {name: digest_of(Path(path)) for name, path in each.files.items()}
         if isinstance(each, ReadsDataSets):
             found |= each.digests
-    for path in _code_paths(config):
-        if path.startswith("__main__:"):
-            found |= _main_class(path, task)
-        else:
-            sources = source_files(path)
-            found |= {name: digest_of(Path(file)) for name, file in sources.items()}
+    found |= fingerprint_code(config, task)
     for rank, others in enumerate(all_gather(found)):
         for name in sorted(found.keys() & others.keys()):
             if found[name] != others[name]:
@@ -64,6 +60,25 @@ def fingerprint_files(config: Config, task: Task, suite: Sequence[EvaluatedTask]
                     f"Rank {rank} has another {name} than other ranks: copy the same file to all "
                     "machines."
                 )
+    return found
+
+
+def fingerprint_code(config: Config, task: Task | None) -> dict[str, str]:
+    """Return the fingerprints of a user's code: of its files, or of what a script defines."""
+    found: dict[str, str] = {}
+    own: dict[str, Any] = {}
+    if task is not None and code_path(type(task)) == config.task.name:
+        own[config.task.name] = type(task)
+    for term in config.reward.terms:
+        if callable(path := term.options.get("path")):
+            own[code_path(path)] = path
+    for path in {**dict.fromkeys(_code_paths(config)), **own}:
+        known = own.get(path) or given(path)
+        if known is not None and (path.startswith("__main__:") or "<" in path):
+            found |= _own_source(path, known)
+        else:
+            sources = source_files(path)
+            found |= {name: digest_of(Path(file)) for name, file in sources.items()}
     return found
 
 
@@ -156,7 +171,8 @@ def _code_paths(config: Config) -> Iterable[str]:
         yield from _with_colon(str(part.get("name")), *(part.get("exclude") or ()))
     yield from _with_colon(config.objective.name)
     for term in config.reward.terms:
-        yield from _with_colon(str(term.options.get("path", "")))
+        if isinstance(path := term.options.get("path"), str):
+            yield from _with_colon(path)
     if config.evaluation.every:
         yield from _with_colon(*(entry.name for entry in config.evaluation.suite))
 
@@ -165,10 +181,16 @@ def _with_colon(*names: str) -> Iterable[str]:
     return (name for name in names if ":" in name and not is_data_path(name))
 
 
-def _main_class(path: str, task: Task) -> dict[str, str]:
-    """Return the fingerprint of a class in the script itself, whose other lines may change."""
+def _own_source(path: str, found: Any) -> dict[str, str]:
+    """Return the fingerprint of a class or function in the script itself, without what it calls.
+
+    An interactive session has no source, except in a notebook.
+    """
+    code = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
     try:
-        source = inspect.getsource(type(task))
-    except (OSError, TypeError):  # an interactive session has no source
+        source = inspect.getsource(code)
+    except (OSError, TypeError):
         return {}
-    return {f"the class {path.rpartition(':')[2]}": hashlib.sha256(source.encode()).hexdigest()}
+    kind = "class" if inspect.isclass(code) else "function"
+    name = path.rpartition(":")[2].rpartition(".")[2]
+    return {f"the {kind} {name}": hashlib.sha256(source.encode()).hexdigest()}

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from trustbatch.rewards.base import BatchTerm, Sample, Term, is_finite
-from trustbatch.utils.imports import check_object_path, code_path, load_object
+from trustbatch.utils.imports import check_object_path, code_path, given, load_object
 
 Function = Callable[..., Any]
 
@@ -27,6 +27,12 @@ class _OwnCode:
 
     path: str | Function
     """where the function is, or the function itself"""
+
+    def __post_init__(self) -> None:
+        # the configuration of a run that has begun names the function by its path
+        found = given(self.path) if isinstance(self.path, str) else None
+        if found is not None:
+            object.__setattr__(self, "path", found)
 
     def prepare(self) -> None:
         """Import the function."""
@@ -55,8 +61,9 @@ class _OwnCode:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
-            given = pickle.loads(value) if isinstance(value, bytes) else value
-            object.__setattr__(self, name, given)
+            object.__setattr__(
+                self, name, pickle.loads(value) if isinstance(value, bytes) else value
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,9 +58,8 @@ def read_answer(row: Mapping[str, Any], columns: Mapping[str, str], reply: str |
     if not name:
         return ""
     if "answer" not in columns and name not in row and reply is not None:
-        box = last_box(reply)
-        is_boxed = box is not None and box[1] is not None
-        return reply[slice(*box)] if is_boxed else _result(reply)
+        start, end = last_box(reply) or (0, None)
+        return _result(reply) if end is None else reply[start:end]
     return _result(text_of(row, name, key="task.columns.answer"))
 
 

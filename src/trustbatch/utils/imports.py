@@ -12,9 +12,14 @@ from typing import Any
 
 from trustbatch.errors import did_you_mean
 
+_GIVEN: dict[str, Any] = {}
+"""objects that were given from Python and can't be imported, by path"""
+
 
 def check_object_path(path: str) -> None:
     """Refuse a malformed path or one whose module does not exist, without importing anything."""
+    if given(path) is not None:
+        return
     place, _, name = path.rpartition(":")
     if place == "__main__":
         raise ValueError(
@@ -40,6 +45,22 @@ def code_path(found: Any) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
+def remember(found: Any) -> str:
+    """Return the path of an object that was given from Python.
+
+    One that can't be imported, such as a class of a notebook, is found by its path in this process.
+    """
+    path = code_path(found)
+    if path.startswith("__main__:") or "<locals>" in path:
+        _GIVEN[path] = found
+    return path
+
+
+def given(path: str) -> Any | None:
+    """Return an object that `remember` has seen in this process; None if there is none."""
+    return None if "<lambda>" in path else _GIVEN.get(path)  # all lambdas are called the same
+
+
 def load_object(path: str, *, private: bool = False) -> Any:
     """Import the object; raises ImportError with one sentence that says what to change.
 
@@ -47,6 +68,8 @@ def load_object(path: str, *, private: bool = False) -> Any:
     classes. A `private` file gets a unique module name instead, and may be called like another
     module.
     """
+    if (found := given(path)) is not None:
+        return found
     place, _, name = path.rpartition(":")
     try:
         if not place.endswith(".py"):
