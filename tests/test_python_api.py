@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+from tests.support.pool_graders import brevity
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,10 +41,6 @@ SMALL: dict[str, Any] = {
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def brevity(completion: str) -> float:
-    return 1.0 / (1.0 + len(completion))
 
 
 def by_level(completion: str, answer: str, level: int) -> float:
@@ -107,7 +103,7 @@ def test_rewards_and_data_from_python(tiny_folder: Path, in_folder: Path) -> Non
     assert abs(process - os.getpid()) > 0.5
     assert set(line) >= {"reward/task/mean"}
     config = load_config(result.folder / "config.toml")
-    assert config.reward.terms[0].options == {"path": "tests.test_python_api:brevity"}
+    assert config.reward.terms[0].options == {"path": "tests.support.pool_graders:brevity"}
     assert config.task.options["extra_columns"] == ["level"]
     rows = Path(config.task.options["path"]).read_text().splitlines()
     assert [json.loads(row) for row in rows] == ROWS
@@ -127,8 +123,8 @@ def test_a_function_that_hangs_is_killed(tiny_folder: Path) -> None:
 
 
 SCRIPT = """
-import trustbatch, sys
-from trustbatch.objectives import Objective, Totals
+import sys, trustbatch
+from trustbatch.objectives import Objective
 
 class Plain(Objective):
     def policy_loss(self, tokens, totals):
@@ -137,23 +133,22 @@ class Plain(Objective):
 def reward(completion):
     return {value}
 
-result = trustbatch.train(
-    model=sys.argv[1], task="arithmetic", reward=reward, objective=Plain,
-    rollout={{"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 4}},
-    training={{"steps": {steps}}}, run={run},
-)
-print(result)
-print([line["reward/failed"] for line in result.metrics])
+for run, steps in {runs}:
+    result = trustbatch.train(
+        model=sys.argv[1], task="arithmetic", reward=reward, objective=Plain,
+        rollout={{"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 4}},
+        training={{"steps": steps}}, run={{"checkpoint_every": 1, **run}},
+    )
+    print(result, [line["reward/failed"] for line in result.metrics])
 """
 
 
 def run_script(folder: Path, model: Path, **values: Any) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(SCRIPT.format(**values))
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, "script.py", str(model)],
         cwd=folder,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -161,28 +156,26 @@ def run_script(folder: Path, model: Path, **values: Any) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow
 def test_functions_and_classes_of_a_script(tiny_folder: Path, in_folder: Path) -> None:
     """They resume, and an edit is noticed by their source; other lines may change."""
-    named = {"name": "mine", "checkpoint_every": 1}
-    first = run_script(in_folder, tiny_folder, value="len(completion)", steps=1, run=named)
-    assert first.returncode == 0, first.stderr
-    assert "[0.0]" in first.stdout
+    runs: list[Any] = [({"name": "mine"}, 1), ({}, 1), ({}, 1)]
+    first = run_script(in_folder, tiny_folder, value="len(completion)", runs=runs)
+    assert first.stdout.count("[0.0]") == 3, first.stderr
+    assert first.stdout.count("RunResult('runs/Plain-arithmetic', 1 steps") == 2
     assert "can't be sent to another process" not in first.stderr
-    again = run_script(in_folder, tiny_folder, value="len(completion)", steps=2, run=named)
-    assert "continues after step 1" in again.stderr, again.stderr
+    # another process resumes it, although the class and the function can't be imported
+    again = run_script(
+        in_folder, tiny_folder, value="len(completion)", runs=[({"name": "mine"}, 2)]
+    )
+    assert "mine continues after step 1" in again.stderr, again.stderr
     assert "[0.0, 0.0]" in again.stdout
-    edited = run_script(in_folder, tiny_folder, value="-len(completion)", steps=3, run=named)
-    assert edited.returncode != 0
+    # an edited function gets a run of its own, and is refused where the run is named
+    edited = run_script(
+        in_folder, tiny_folder, value="-len(completion)", runs=[({}, 1), ({"name": "mine"}, 3)]
+    )
+    assert "RunResult('runs/Plain-arithmetic-2', 1 steps" in edited.stdout, edited.stderr
     assert "the function reward was edited after step-2 of runs/mine was written" in edited.stderr
-    # without a name, the edited function gets a run of its own
-    unnamed = {"checkpoint_every": 1}
-    for value, folder in (
-        ("1", "Plain-arithmetic"),
-        ("1", "Plain-arithmetic"),
-        ("2", "Plain-arithmetic-2"),
-    ):
-        done = run_script(in_folder, tiny_folder, value=value, steps=1, run=unnamed)
-        assert f"RunResult('runs/{folder}', 1 steps" in done.stdout, done.stderr
 
 
 def test_what_is_no_reward_is_refused(tiny_folder: Path) -> None:
@@ -299,7 +292,7 @@ def test_objectives_as_objects() -> None:
     assert table("p3o") == table(build_objective("p3o"))
     assert table(build_objective("grpo", clip_high=0.4))["clip_high"] == 0.4
     assert table(type(build_objective("grpo")))["name"] == "grpo"
-    assert table(Mine(strength=2.0)) == {"name": "tests.test_python_api:Mine", "strength": 2.0}
+    assert table(Mine(strength=2.0)) == {"name": f"{__name__}:Mine", "strength": 2.0}
     with pytest.raises(ConfigError, match="objective = 7 is none: give a name"):
         table(7)
 
@@ -368,9 +361,7 @@ def test_a_diagnosis(tiny_folder: Path) -> None:
 def test_an_evaluation(run: trustbatch.RunResult, tiny_folder: Path) -> None:
     found = trustbatch.evaluate(run, str(tiny_folder), samples=2, max_tokens=4, limit=8)
     assert len(found.models) == 2
-    (scores,) = (
-        found.scores["step-1"] if "step-1" in found.scores else next(iter(found.scores.values()))
-    )
+    (scores,) = found.scores["p3o-arithmetic-step-1"]
     assert scores.num_problems == 8
     assert "| arithmetic |" in repr(found)
     assert "<pre>" in found._repr_html_()
@@ -378,7 +369,12 @@ def test_an_evaluation(run: trustbatch.RunResult, tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match="is no run, which would name its tasks: give tasks"):
         trustbatch.evaluate(str(tiny_folder))
     other = trustbatch.evaluate(
-        run, tasks=[{"name": "arithmetic", "level": 1}], samples=1, max_tokens=4, limit=4
+        run,
+        tasks=[{"name": "arithmetic", "level": 1}],
+        samples=1,
+        max_tokens=4,
+        limit=4,
+        output="others",
     )
     assert next(iter(other.scores.values()))[0].num_problems == 4
 
@@ -392,9 +388,5 @@ def test_importing_the_package_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
 
 
-def test_the_wheel_says_that_it_has_types(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling")
-    from hatchling.builders.wheel import WheelBuilder
-
-    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
-    assert "trustbatch/py.typed" in zipfile.ZipFile(wheel).namelist()
+def test_the_package_says_that_it_has_types() -> None:
+    assert (ROOT / "src" / "trustbatch" / "py.typed").is_file()
