@@ -74,4 +74,4 @@ def test_the_task_of_the_page_on_tasks_trains(
     assert len(rewards) == 20
     assert sum(rewards[-5:]) > sum(rewards[:5])
     exec(compile(from_python, page, "exec"), {})
-    assert len(read_metrics(tmp_path / "runs" / "run")) == 2
+    assert len(read_metrics(tmp_path / "runs" / "p3o-sort_digits")) == 2

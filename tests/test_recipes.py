@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.rollout_files import read_rollouts, rollout_file
-from tests.test_docs import DOCS, ROOT, code_blocks, read
+from tests.test_docs import DOCS, ROOT, code_blocks, read, run_block
 
 from trustbatch.observe.run_folder import read_metrics
 
@@ -135,6 +135,18 @@ def test_the_objective_passes_the_tests_of_all_objectives(extended: Path) -> Non
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 20
+
+
+def test_an_objective_without_touching_the_package(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = read(PAGE).split("## Without touching the package")[1]
+    (code,) = [each for each in code_blocks(PAGE, "python") if each in section]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_folder, tmp_path / "runs" / "quickstart" / "tiny-model-0")
+    run_block(PAGE, code, {"__name__": "__main__"})
+    steps = read_metrics(tmp_path / "runs" / "Half-arithmetic")
+    assert [line["steps/skipped"] for line in steps] == [0, 0]
 
 
 def test_a_diff_whose_line_is_gone_is_refused(tmp_path: Path) -> None:

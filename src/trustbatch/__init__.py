@@ -4,12 +4,14 @@ The reading order of the package is the flow of data: tasks, rollout, rewards, a
 objectives, training; `loops/train.py` is the loop that shows all stages on one screen.
 """
 
+import importlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trustbatch.api import RunResult, train
+    from trustbatch.api import RunResult, evaluate, inspect, report, train
+    from trustbatch.doctor.diagnose import diagnose as doctor
 
 # OpenMP's threads spin for milliseconds while they wait, which beside another busy process made
 # training ten times slower; a short spin costs nothing on an idle machine. It takes effect where
@@ -23,12 +25,14 @@ for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 __version__ = "0.1.0"
-__all__ = ["RunResult", "__version__", "train"]
+__all__ = ["RunResult", "__version__", "doctor", "evaluate", "inspect", "report", "train"]
 
 
 def __getattr__(name: str) -> Any:
     # torch takes seconds to import: `trustbatch --help` and a typing error must not wait for it
-    if name in ("RunResult", "train"):
+    if name == "doctor":
+        return importlib.import_module("trustbatch.doctor")  # the package is the function
+    if name in __all__:
         from trustbatch import api
 
         return getattr(api, name)

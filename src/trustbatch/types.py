@@ -6,10 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:  # grader processes do not import torch
     from torch import Tensor
+
+
+Message: TypeAlias = "dict[str, str]"
+"""a message of a conversation, as chat templates read it: its role and its content"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,8 @@ class Prompt:
     """the system message, if there is one"""
     chat: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """arguments of the tokenizer's chat template, such as enable_thinking"""
+    history: tuple[Message, ...] = field(default=(), hash=False)
+    """earlier messages of a conversation, after the system message and before the text"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

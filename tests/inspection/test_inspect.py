@@ -246,7 +246,7 @@ def test_a_run_trains_with_a_users_own_objective(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "half_objective.py").write_text(MINE)
     own = {"name": "half_objective.py:Half"}
-    tables = tree(tiny_folder, tmp_path, objective=own, training={"steps": 1})
+    tables = tree(tiny_folder, tmp_path, objective=own, training={"steps": 1}, run={"name": "half"})
     folder = trustbatch.train(**tables).folder
     found = examine(folder, step=1, objectives=("reinforce",), fresh_samples=0)
     assert found.own.label == own["name"]

@@ -47,8 +47,8 @@ BAD_ROWS = {
     "an answer that is empty": (row(answer='""'), "has an empty answer, which its grader compares"),
     "an answer of spaces": (row(answer='"  "'), "has an empty answer, which its grader compares"),
     "an answer of 5,000 digits": (row(answer="9" * 5000), r"can't be read \(Exceeds the limit"),
-    "no answer": ('{"problem": "1="}\n', "no field 'answer', but problem: set task.problem_field"),
-    "no fields": ("{}\n", "has no field 'problem', but nothing: set task.problem_field or"),
+    "no answer": ('{"problem": "1="}\n', "no field 'answer', but problem: set task.columns.answer"),
+    "no fields": ("{}\n", "has no field 'problem', but nothing: set task.columns.problem"),
     "fields of other names": ('{"q": "1", "a": "1"}\n', "has no field 'problem', but q, a: set"),
     "a field twice": (row(more=', "problem": "2+2="'), "has the field 'problem' twice: remove one"),
     "a field twice, inside": (row(more=', "x": {"y": 1, "y": 2}'), "has the field 'y' twice"),
@@ -143,11 +143,11 @@ WHOLE_FILES = {
     ),
     "no Parquet": (b"PAR1 and no more", "a.parquet", r"can't be read \(.*\): copy or write it"),
     "an empty Parquet": (b"", "a.parquet", r"can't be read \(.*\): copy or write it again"),
-    "another ending": (b"a,b\n1,2\n", "a.csv", "must end in .jsonl"),
+    "another ending": (b"a,b\n1,2\n", "a.txt", "must end in .jsonl"),
     "no good row": (
         b'{"q": 1}\n' * 3,
         "a.jsonl",
-        "and 2 more rows can't be used: set task.problem_",
+        "and 2 more rows can't be used: set task.columns.problem",
     ),
 }
 

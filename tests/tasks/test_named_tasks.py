@@ -295,7 +295,7 @@ def test_difficulty_is_between_two_numbers(tmp_path: Path) -> None:
 def test_the_real_difficulties() -> None:
     task = local("deepscaler", difficulty=[0, 100], deduplicate=False)
     assert len(task.problems) == 22_174
-    assert len(local("math500", difficulty=[2, 5], difficulty_field="level").problems) == 233
+    assert len(local("math500", difficulty=[2, 5], columns={"difficulty": "level"}).problems) == 233
 
 
 def test_training_never_sees_problems_of_the_evaluation(tmp_path: Path) -> None:

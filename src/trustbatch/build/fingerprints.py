@@ -17,10 +17,12 @@ from trustbatch.config import Config
 from trustbatch.errors import CheckpointError, ConfigError
 from trustbatch.evaluation.suite import EvaluatedTask
 from trustbatch.tasks import ProblemSet, Task
-from trustbatch.tasks.base import ReadsFiles
+from trustbatch.tasks.base import ReadsDataSets, ReadsFiles
+from trustbatch.tasks.data_source import is_data_path
 from trustbatch.tasks.rows import RowTask
 from trustbatch.utils.distributed import all_gather
 from trustbatch.utils.files import digest_of
+from trustbatch.utils.imports import code_path, given
 from trustbatch.utils.sources import source_files
 
 SHORT = 12
@@ -48,12 +50,9 @@ def fingerprint_files(config: Config, task: Task, suite: Sequence[EvaluatedTask]
     for each in (task, *(evaluated.task for evaluated in suite)):
         if isinstance(each, ReadsFiles):
             found |= {name: digest_of(Path(path)) for name, path in each.files.items()}
-    for path in _code_paths(config):
-        if path.startswith("__main__:"):
-            found |= _main_class(path, task)
-        else:
-            sources = source_files(path)
-            found |= {name: digest_of(Path(file)) for name, file in sources.items()}
+        if isinstance(each, ReadsDataSets):
+            found |= each.digests
+    found |= fingerprint_code(config, task)
     for rank, others in enumerate(all_gather(found)):
         for name in sorted(found.keys() & others.keys()):
             if found[name] != others[name]:
@@ -61,6 +60,25 @@ def fingerprint_files(config: Config, task: Task, suite: Sequence[EvaluatedTask]
                     f"Rank {rank} has another {name} than other ranks: copy the same file to all "
                     "machines."
                 )
+    return found
+
+
+def fingerprint_code(config: Config, task: Task | None) -> dict[str, str]:
+    """Return the fingerprints of a user's code: of its files, or of what a script defines."""
+    found: dict[str, str] = {}
+    own: dict[str, Any] = {}
+    if task is not None and code_path(type(task)) == config.task.name:
+        own[config.task.name] = type(task)
+    for term in config.reward.terms:
+        if callable(path := term.options.get("path")):
+            own[code_path(path)] = path
+    for path in {**dict.fromkeys(_code_paths(config)), **own}:
+        known = own.get(path) or given(path)
+        if known is not None and (path.startswith("__main__:") or "<" in path):
+            found |= _own_source(path, known)
+        else:
+            sources = source_files(path)
+            found |= {name: digest_of(Path(file)) for name, file in sources.items()}
     return found
 
 
@@ -73,7 +91,9 @@ def fingerprint_prompts(files: Mapping[str, str], task: Task) -> Fingerprints:
         return Fingerprints(files)
     found = hashlib.sha256()
     for prompt in prompts:
-        fields = (prompt.id, prompt.text, prompt.answer, prompt.system)
+        fields: tuple[Any, ...] = (prompt.id, prompt.text, prompt.answer, prompt.system)
+        if prompt.history:  # without one, the fingerprint is that of versions without the field
+            fields += (prompt.history,)
         found.update(repr(fields).encode())
     return Fingerprints(files, found.hexdigest(), len(prompts))
 
@@ -151,19 +171,26 @@ def _code_paths(config: Config) -> Iterable[str]:
         yield from _with_colon(str(part.get("name")), *(part.get("exclude") or ()))
     yield from _with_colon(config.objective.name)
     for term in config.reward.terms:
-        yield from _with_colon(str(term.options.get("path", "")))
+        if isinstance(path := term.options.get("path"), str):
+            yield from _with_colon(path)
     if config.evaluation.every:
         yield from _with_colon(*(entry.name for entry in config.evaluation.suite))
 
 
 def _with_colon(*names: str) -> Iterable[str]:
-    return (name for name in names if ":" in name)
+    return (name for name in names if ":" in name and not is_data_path(name))
 
 
-def _main_class(path: str, task: Task) -> dict[str, str]:
-    """Return the fingerprint of a class in the script itself, whose other lines may change."""
+def _own_source(path: str, found: Any) -> dict[str, str]:
+    """Return the fingerprint of a class or function in the script itself, without what it calls.
+
+    An interactive session has no source, except in a notebook.
+    """
+    code = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
     try:
-        source = inspect.getsource(type(task))
-    except (OSError, TypeError):  # an interactive session has no source
+        source = inspect.getsource(code)
+    except (OSError, TypeError):
         return {}
-    return {f"the class {path.rpartition(':')[2]}": hashlib.sha256(source.encode()).hexdigest()}
+    kind = "class" if inspect.isclass(code) else "function"
+    name = path.rpartition(":")[2].rpartition(".")[2]
+    return {f"the {kind} {name}": hashlib.sha256(source.encode()).hexdigest()}

@@ -59,7 +59,9 @@ def build_session(config: Config, task: Task | None = None) -> Session:
     task = configured_task(config) if task is None else task
     suite = configured_suite(config.evaluation)
     task = without_overlap(task, [each.task for each in suite])
-    own_scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
+    own_scorer = Scorer(
+        task, config.reward, max_tokens=config.rollout.max_tokens, folder=config.run.path
+    )
     open_folder = RunFolder if this_rank() == 0 else ReadOnlyRunFolder
     run = open_folder(config.run, config.to_toml())
     check_resumable(config, run)

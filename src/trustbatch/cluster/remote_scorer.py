@@ -24,7 +24,9 @@ class RewardActor:
     """Grades groups with the terms of [reward], in a process of its own."""
 
     def __init__(self, config: Config, task: Task) -> None:
-        self._scorer = Scorer(task, config.reward, max_tokens=config.rollout.max_tokens)
+        self._scorer = Scorer(
+            task, config.reward, max_tokens=config.rollout.max_tokens, folder=config.run.path
+        )
 
     def prepare(self) -> None:
         """Nothing to do: graders are loaded with the first completion."""

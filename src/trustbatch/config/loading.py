@@ -38,6 +38,24 @@ def load_config(path: Path | str | None = None, overrides: Sequence[str] = ()) -
     return parse_config(tree)
 
 
+def as_config(config: "str | Path | Mapping[str, Any] | Config") -> Config:
+    """Return a configuration given as a TOML file, as its tables, or as itself.
+
+    Of tables that name something, the name alone will do: {"model": "smollm2", ...}.
+    """
+    if isinstance(config, Config):
+        return config
+    if not isinstance(config, Mapping):
+        return load_config(config)
+    named = ("model", "task", "objective", "advantage")
+    return parse_config(
+        {
+            key: {"name": value} if key in named and isinstance(value, str) else value
+            for key, value in config.items()
+        }
+    )
+
+
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set one dotted key, e.g. "--rollout.temperature=1.2"."""
     key, equals, text = override.removeprefix("--").partition("=")

@@ -1,5 +1,24 @@
 """The doctor: is this stack on-policy, and if not, what differs?
 
 Reading order: distributions, examined_tokens, recompute, search, arithmetic, sampling, probe,
-examine, findings, verdict.
+examine, findings, verdict, diagnose.
 """
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trustbatch.doctor.diagnose import Diagnosis
+
+
+class _Doctor(ModuleType):
+    """`trustbatch.doctor` is this package and also a function, as `trustbatch.train` is one."""
+
+    def __call__(self, config: Any, **options: Any) -> "Diagnosis":
+        from trustbatch.doctor.diagnose import diagnose
+
+        return diagnose(config, **options)
+
+
+sys.modules[__name__].__class__ = _Doctor

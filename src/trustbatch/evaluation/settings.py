@@ -13,7 +13,7 @@ from trustbatch.evaluation.suite import EvaluatedTask, TaskChoice, digest, load_
 from trustbatch.rollout.config import MAX_TURNS
 from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_tables
 from trustbatch.tasks.base import ProblemSet, is_environment
-from trustbatch.tasks.benchmarks import FILE_ENDINGS
+from trustbatch.tasks.data_source import is_data_path
 from trustbatch.types import SamplingParams
 from trustbatch.utils.terminal import LiveLine
 
@@ -175,7 +175,7 @@ def _with_options(task: TaskChoice, options: Mapping[str, Any]) -> TaskChoice:
 def _single_task(name: str, template: str | None) -> TaskChoice:
     if template is None:
         return TaskChoice(name)
-    if not name.endswith(FILE_ENDINGS):
+    if not is_data_path(name):
         raise ConfigError("--template requires a file with problems: remove it, or name a file.")
     return TaskChoice(name, {"template": template})
 

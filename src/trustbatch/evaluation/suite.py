@@ -11,8 +11,9 @@ from typing import Any
 from trustbatch.errors import ConfigError
 from trustbatch.tasks import TASKS, Task, build_task
 from trustbatch.tasks.base import ProblemSet
-from trustbatch.tasks.benchmarks import FILE_ENDINGS
-from trustbatch.tasks.data_files import NotFetchedError
+from trustbatch.tasks.data_files import ENDINGS
+from trustbatch.tasks.data_source import is_data_path
+from trustbatch.tasks.hub_data import NotFetchedError
 from trustbatch.types import Prompt
 
 PROBLEM_SEED = 1_000_003
@@ -59,6 +60,9 @@ class EvaluatedTask:
         """Hash of the problems and their answers."""
         names = [each.name for each in fields(Prompt)]
         rows = [{name: getattr(problem, name) for name in names} for problem in self.problems]
+        for row in rows:
+            if not row["history"]:  # the digest of versions without the field
+                del row["history"]
         return digest(*(json.dumps(row, sort_keys=True, default=str) for row in rows))
 
 
@@ -97,7 +101,7 @@ def load_suite(
 
 def _build(choice: TaskChoice, data: str | None) -> Task:
     name, options = choice.name, dict(choice.options)
-    if name.endswith(FILE_ENDINGS):
+    if is_data_path(name):
         return build_task("file", seed=PROBLEM_SEED, path=name, shuffle=False, **options)
     if data is not None and _has_data(name):
         file = Path(data) / f"{DATA_FILES.get(name, name)}.jsonl.gz"
@@ -117,7 +121,7 @@ def _has_data(name: str) -> bool:
 def _label(choice: TaskChoice) -> str:
     """Return a short name that can be used in the name of a folder."""
     name = Path(choice.name).name.rpartition(":")[2]
-    for ending in FILE_ENDINGS:
+    for ending in sorted(ENDINGS, key=len, reverse=True):
         name = name.removesuffix(ending)
     return name
 

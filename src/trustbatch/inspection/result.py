@@ -6,6 +6,7 @@ from typing import Any
 
 from trustbatch.inspection.gradients import Estimate
 from trustbatch.inspection.token_summary import TokenSummary
+from trustbatch.utils.rendering import as_html
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class ShownCompletion:
     num_left_out: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """What every objective would do to the batch of a step."""
 
@@ -103,6 +104,16 @@ class Inspection:
     def own(self) -> ObjectiveRow:
         """The objective that the run trains with."""
         return next(row for row in self.rows if row.is_own)
+
+    def __repr__(self) -> str:
+        from trustbatch.inspection.terminal import headline
+
+        return "\n".join([headline(self), *self.findings])
+
+    def _repr_html_(self) -> str:
+        from trustbatch.inspection.terminal import show
+
+        return as_html(lambda console: show(console, self))
 
 
 def to_record(inspection: Inspection) -> dict[str, Any]:

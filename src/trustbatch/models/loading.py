@@ -4,17 +4,12 @@ A model can also be built without weights, to count its parameters and to plan a
 models that the studies use are known here, so that planning works without the hub.
 """
 
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
-from huggingface_hub.constants import ENDPOINT
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -29,8 +24,8 @@ from transformers.utils import logging as transformers_logging
 
 from trustbatch.errors import ConfigError, first_line
 from trustbatch.models.gguf import find_gguf, load_gguf, read_gguf_config
+from trustbatch.utils.hub import hub_is_reachable
 
-PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its published types do not fit its own arguments
 
 _QWEN3: dict[str, Any] = {
@@ -202,18 +197,7 @@ def is_offline(name: str) -> bool:
 
     Without a network, the hub's client would try again and again for minutes.
     """
-    return not Path(name).is_dir() and not _hub_is_reachable()
-
-
-@lru_cache(maxsize=1)
-def _hub_is_reachable() -> bool:
-    if any(os.environ.get(name) for name in PROXIES):
-        return True  # the proxy resolves names
-    try:
-        socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443)
-    except OSError:
-        return False
-    return True
+    return not Path(name).is_dir() and not hub_is_reachable()
 
 
 def _is_small(folder: Path) -> bool:

@@ -24,11 +24,12 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[i
 def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     """Return the text of a prompt; a chat template writes the special tokens, too."""
     if not tokenizer.chat_template:
-        return f"{prompt.system}\n\n{prompt.text}" if prompt.system else prompt.text
+        earlier = [message["content"] for message in prompt.history]
+        return "\n\n".join([*filter(None, [prompt.system]), *earlier, prompt.text])
     system = [{"role": "system", "content": prompt.system}] if prompt.system else []
     return str(
         tokenizer.apply_chat_template(
-            [*system, {"role": "user", "content": prompt.text}],
+            [*system, *prompt.history, {"role": "user", "content": prompt.text}],
             add_generation_prompt=True,
             tokenize=False,
             **prompt.chat,  # a template ignores unknown arguments

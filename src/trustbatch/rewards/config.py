@@ -1,10 +1,12 @@
 """[reward] and [[reward.terms]]: from completions to rewards."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, model_serializer, model_validator
 
-from trustbatch.rewards.terms import BatchTerm, Term, build_term, default_label
+from trustbatch.rewards.base import BatchTerm, Term
+from trustbatch.rewards.terms import build_term, default_label
+from trustbatch.utils.imports import code_path
 from trustbatch.utils.tables import Changeable, Choice, Table
 
 
@@ -30,6 +32,13 @@ class RewardTermConfig(Choice):
     def build(self) -> Term | BatchTerm:
         """Build the term."""
         return build_term(self.name, self.options)
+
+    @model_serializer
+    def _flatten(self) -> dict[str, Any]:
+        """Return the table; a function given from Python is written as its path."""
+        given = {"name": self.name, "weight": self.weight, "label": self.label, **self.options}
+        paths = {key: code_path(value) for key, value in given.items() if callable(value)}
+        return {key: value for key, value in (given | paths).items() if value is not None}
 
 
 class RewardConfig(Table):

@@ -1,6 +1,6 @@
-"""Requests to a reward server, such as a reward model.
+"""Requests to a server that grades, such as a reward model or a judge.
 
-Request, a POST with a JSON body:
+Request to a reward server, a POST with a JSON body:
     {"prompts": ["..."], "completions": ["..."], "answers": ["..."]}
 Response, status 200 with a JSON body, one number per completion, null where it has none:
     {"rewards": [0.5, null]}
@@ -38,8 +38,8 @@ class _Retry(Exception):
 
 
 @dataclass(frozen=True)
-class RewardServer:
-    """An HTTP server that returns rewards."""
+class JsonServer:
+    """An HTTP server that answers to JSON."""
 
     url: str
     timeout: float
@@ -47,15 +47,15 @@ class RewardServer:
     token_variable: str | None = None
     """environment variable with a bearer token"""
 
-    def rewards(self, batch: Mapping[str, Sequence[str]], *, end: float) -> list[Any]:
-        """Return one value per completion; retries until the time `end`, by `time.monotonic`."""
-        body = json.dumps(batch).encode()
+    def ask(self, body: Mapping[str, Any], *, end: float) -> bytes:
+        """Return the response; retries until the time `end`, by `time.monotonic`."""
+        content = json.dumps(body).encode()
         delay = FIRST_RETRY_DELAY
         while True:
             try:
                 if time.monotonic() >= end:
                     raise _Retry("earlier requests used up the deadline")
-                return self._parse(self._post(body, end), len(batch["completions"]))
+                return self._post(content, end)
             except (_Retry, OSError, http.client.HTTPException) as error:
                 if time.monotonic() + delay >= end:
                     raise DeadlineExceeded(str(error)) from error
@@ -95,6 +95,15 @@ class RewardServer:
         if response.status != 200:
             raise InvalidResponse(f"{self.url} answered with status {response.status}")
         return content
+
+
+@dataclass(frozen=True)
+class RewardServer(JsonServer):
+    """An HTTP server that returns rewards."""
+
+    def rewards(self, batch: Mapping[str, Sequence[str]], *, end: float) -> list[Any]:
+        """Return one value per completion; retries until the time `end`, by `time.monotonic`."""
+        return self._parse(self.ask(batch, end=end), len(batch["completions"]))
 
     def _parse(self, content: bytes, count: int) -> list[Any]:
         try:

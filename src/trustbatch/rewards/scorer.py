@@ -10,25 +10,19 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trustbatch.errors import ConfigError, RewardError
+from trustbatch.rewards.base import BatchTerm, Sample, ServerTerm, Term, is_finite
 from trustbatch.rewards.config import RewardConfig
+from trustbatch.rewards.functions import BatchFunctionTerm
+from trustbatch.rewards.judge import JudgeTerm
 from trustbatch.rewards.pool import GraderPool, NotPortable
-from trustbatch.rewards.terms import (
-    BatchFunctionTerm,
-    BatchTerm,
-    HttpTerm,
-    OverlongTerm,
-    PooledTerms,
-    Sample,
-    TaskTerm,
-    Term,
-    is_finite,
-)
+from trustbatch.rewards.terms import OverlongTerm, PooledTerms, TaskTerm
 from trustbatch.rewards.worker import Outcome, describe, run_grader
 from trustbatch.tasks.base import Task
 from trustbatch.tasks.rows import or_leave_out
@@ -38,6 +32,8 @@ from trustbatch.utils.terminal import plain_line
 
 logger = logging.getLogger(__name__)
 
+JUDGE_FOLDER = "judge"
+"""in the run folder"""
 MAX_UNGRADED_BATCHES = 3
 """consecutive batches without a single grade that end the run"""
 
@@ -57,11 +53,17 @@ class Scorer:
     """Grades the completions of a task's prompts by the terms of [reward]."""
 
     def __init__(
-        self, task: Task, reward: RewardConfig | None = None, *, max_tokens: int | None = None
+        self,
+        task: Task,
+        reward: RewardConfig | None = None,
+        *,
+        max_tokens: int | None = None,
+        folder: Path | None = None,
     ) -> None:
+        """`folder` is where judges keep what they were told, unless they name another."""
         self.task = task
         self.reward = RewardConfig() if reward is None else reward
-        self._terms = _build_terms(task, self.reward, max_tokens)
+        self._terms = _build_terms(task, self.reward, max_tokens, folder)
         self._pools: dict[str, GraderPool] = {}
         self._graded_in_process: set[str] = set()
         self._ungraded_batches = 0
@@ -122,7 +124,7 @@ class Scorer:
         if pooled.terms:
             columns.append(self._in_processes("terms", pooled, samples, self.reward.time_limit))
         for weighted in self._terms:
-            if isinstance(weighted.term, HttpTerm):
+            if isinstance(weighted.term, ServerTerm):
                 found = weighted.term.outcomes(samples)
                 columns.append([_named(weighted.label, outcome) for outcome in found])
             elif isinstance(weighted.term, BatchFunctionTerm):
@@ -272,7 +274,9 @@ def _samples(groups: Sequence[RolloutGroup]) -> list[Sample]:
     ]
 
 
-def _build_terms(task: Task, reward: RewardConfig, max_tokens: int | None) -> list[_Weighted]:
+def _build_terms(
+    task: Task, reward: RewardConfig, max_tokens: int | None, folder: Path | None
+) -> list[_Weighted]:
     """Build the configured terms; default: the task's own grader."""
     if not reward.terms:
         return [_Weighted("task", 1.0, TaskTerm(task=task))]
@@ -281,12 +285,14 @@ def _build_terms(task: Task, reward: RewardConfig, max_tokens: int | None) -> li
         try:
             term = table.build()
             term.check(max_tokens=max_tokens)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"[[reward.terms]] can't be used: {error}") from error
         if isinstance(term, TaskTerm):
             term = TaskTerm(task=task)
         if isinstance(term, OverlongTerm) and term.max_tokens is None:
             term = replace(term, max_tokens=max_tokens)
+        if isinstance(term, JudgeTerm) and term.cache is None and folder is not None:
+            term = replace(term, cache=str(folder / JUDGE_FOLDER))
         found.append(_Weighted(table.part, table.weight, term))
     return found
 

@@ -34,8 +34,9 @@ def group_to_record(group: RolloutGroup) -> dict[str, Any]:
 
 def group_from_record(record: dict[str, Any]) -> RolloutGroup:
     """Restore what `group_to_record` wrote."""
+    prompt = record["prompt"]
     return RolloutGroup(
-        prompt=Prompt(**record["prompt"]),
+        prompt=Prompt(**{**prompt, "history": tuple(prompt.get("history", ()))}),
         prompt_token_ids=tuple(record["prompt_token_ids"]),
         completions=tuple(_completion_from_record(item) for item in record["completions"]),
         grades=tuple(

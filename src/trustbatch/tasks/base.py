@@ -107,6 +107,16 @@ class ReadsFiles(Protocol):
 
 
 @runtime_checkable
+class ReadsDataSets(Protocol):
+    """A task that reads rows which are no files here: they are compared in the same way."""
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """SHA-256 of the rows, by the names that a sentence calls them."""
+        ...
+
+
+@runtime_checkable
 class LearningTask(Protocol):
     """A task whose prompts depend on the rewards of earlier ones, such as a curriculum.
 

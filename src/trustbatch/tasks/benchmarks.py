@@ -8,16 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trustbatch.tasks.data_files import HubDataset
+from trustbatch.tasks.hub_data import HubDataset
 from trustbatch.tasks.problems import ProblemTask
-
-FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
-"""a task name with such an ending is a file with problems"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileTask(ProblemTask):
-    r"""Rows of a JSONL or Parquet file with `problem` and `answer` fields.
+    r"""Rows of a file, a folder or a data set on the hub with `problem` and `answer` fields.
 
     A row such as {"id": "aime24-1", "problem": "Find ...", "answer": "204"} becomes a prompt
     through `template`; the answer is the last \boxed{...} of the completion, or else (unless the
@@ -41,11 +38,8 @@ class Gsm8k(ProblemTask):
     name: str = "gsm8k"
 
     def standard_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The hub's answers are worked solutions with the number after ####."""
-        if "question" not in row:
-            return row
-        number = str(row["answer"]).rpartition("####")[2].strip()
-        return {**row, "problem": row["question"], "answer": number}
+        """The hub's problem column is `question`; answers end in #### and the number."""
+        return {**row, "problem": row["question"]} if "question" in row else row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +58,7 @@ class Deepscaler(ProblemTask):
 
 @dataclass(frozen=True, kw_only=True)
 class Math500(ProblemTask):
-    """500 problems of the MATH test set; `difficulty_field = "level"` filters by levels 1 to 5."""
+    """500 problems of the MATH test set; `columns.difficulty = "level"`: levels 1 to 5."""
 
     hub: ClassVar[HubDataset] = HubDataset("HuggingFaceH4/MATH-500", {"test": "test.jsonl"})
 

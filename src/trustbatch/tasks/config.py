@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from pydantic import model_serializer, model_validator
 
 from trustbatch.tasks import Task, build_task, check_task_options
-from trustbatch.tasks.benchmarks import FILE_ENDINGS
+from trustbatch.tasks.data_source import is_data_path
 from trustbatch.utils.tables import Choice
 
 
@@ -39,7 +39,7 @@ class SuiteTaskConfig(TaskConfig):
     @property
     def is_file(self) -> bool:
         """Whether the name is that of a file with problems."""
-        return self.name.endswith(FILE_ENDINGS)
+        return is_data_path(self.name)
 
     def check(self) -> None:
         """Check a file as the task `file`."""

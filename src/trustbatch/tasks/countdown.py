@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from trustbatch.math_grading.extract import after_thinking, last_box
-from trustbatch.tasks.data_files import HubDataset
+from trustbatch.tasks.hub_data import HubDataset
 from trustbatch.tasks.problems import ProblemTask
 from trustbatch.tasks.rows import BadRow
 from trustbatch.types import Prompt

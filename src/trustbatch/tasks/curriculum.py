@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 from trustbatch.tasks.base import (
     FilteredTask,
     ProblemSet,
+    ReadsDataSets,
     ReadsFiles,
     Task,
     grade_completion,
@@ -148,6 +149,11 @@ class Curriculum:
     def files(self) -> Mapping[str, str]:
         """The files that the task has read."""
         return self.task.files if isinstance(self.task, ReadsFiles) else {}
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The fingerprints of data sets that the task has read."""
+        return self.task.digests if isinstance(self.task, ReadsDataSets) else {}
 
     def row_of(self, prompt: Prompt) -> RowOrigin | None:
         """Return where a prompt comes from, if the task knows."""

@@ -1,25 +1,22 @@
-"""Data files: reading rows of JSONL, JSON and Parquet, and fetching them from the hub."""
+"""Data files: reading rows of JSONL, JSON, CSV, TSV and Parquet, from one file or a folder."""
 
+import csv
 import gzip
 import importlib.util
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatch
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO
 
 from trustbatch.errors import first_line
-from trustbatch.tasks.rows import BadRow, BadRows, Row
+from trustbatch.tasks.rows import MAX_CHARACTERS, BadRow, BadRows, Row
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-HUB_TIMEOUT = 10.0
-"""seconds to wait for the hub"""
-_SHARD = re.compile(r"-\d+-of-(\d+)")
-"""in the name of a file that is one of several"""
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
+_SPLIT = re.compile(r"(?:^|/)(train|test|val(?:id(?:ation)?)?|dev|eval)(?:[^a-z][^/]*|/.*)$", re.I)
+"""the split in the path of a file, such as data/train-00000-of-00002.parquet"""
 
 
 def is_data_file(name: str) -> bool:
@@ -34,7 +31,8 @@ def read_rows(path: str, bad: BadRows | None = None) -> Iterator[Row]:
         raise ValueError(f"task.path = {path!r} is not a file: check the path.")
     if not is_data_file(file.name):
         raise ValueError(
-            f"task.path = {path!r} must end in .jsonl, .jsonl.gz, .json (a list) or .parquet."
+            f"task.path = {path!r} must end in .jsonl, .json (a list), .csv, .tsv (each also with "
+            ".gz, but .json) or .parquet."
         )
     refused = BadRows()
     has_good = False
@@ -62,6 +60,9 @@ def _read_places(file: Path, path: str) -> Iterator[tuple[str, Callable[[], dict
                 for number, row in enumerate(_parse_list(lines.read(), path), start=1):
                     yield f"row {number} of {path!r}", partial(_checked, row)
                 return
+            if ".csv" in file.suffixes or ".tsv" in file.suffixes:
+                yield from _read_table(lines, path, "\t" if ".tsv" in file.suffixes else ",")
+                return
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"line {number} of {path!r}", partial(_parse_line, line)
@@ -74,6 +75,58 @@ def _read_places(file: Path, path: str) -> Iterator[tuple[str, Callable[[], dict
         raise ValueError(
             f"task.path = {path!r} can't be read ({first_line(error)}): copy or write it again."
         ) from error
+
+
+def find_files(folder: Path, split: str | None) -> list[Path]:
+    """Return the data files of a folder and its subfolders in the order of their paths.
+
+    Where names show several splits, `split` chooses one; the default is "train".
+    """
+    below = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    names = [file.relative_to(folder).as_posix() for file in below]
+    names = [name for name in names if is_data_file(name) and not re.search(r"(?:^|/)[._]", name)]
+    if not names:
+        raise ValueError(
+            f"task.path = {str(folder)!r} is a folder without data files: give one with files that "
+            f"end in {', '.join(ENDINGS)}."
+        )
+    of_file = {name: found[1].lower() if (found := _SPLIT.search(name)) else "" for name in names}
+    splits = sorted(set(of_file.values()))
+    if split is None and len(splits) == 1:
+        return [folder / name for name in names]
+    split = split or "train"
+    if split not in splits:
+        has = " and ".join(each or "others" for each in splits)
+        raise ValueError(
+            f"task.path = {str(folder)!r} has files of {has}: set task.split to one of them."
+        )
+    return [folder / name for name in names if of_file[name] == split]
+
+
+def _read_table(
+    lines: TextIO, path: str, delimiter: str
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the rows of CSV or TSV, whose first line has the names of the columns."""
+    csv.field_size_limit(MAX_CHARACTERS)
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    try:
+        names = next(rows, [])
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{path!r} has the column {twice[0]!r} twice: rename one.")
+        for values in rows:
+            if values:
+                yield f"line {rows.line_num} of {path!r}", partial(_table_row, names, values)
+    except csv.Error as error:
+        raise ValueError(
+            f"Line {rows.line_num} of {path!r} can't be read ({error}): fix its quotes, or give "
+            "the file its real ending."
+        ) from error
+
+
+def _table_row(names: list[str], values: list[str]) -> dict[str, Any]:
+    if len(names) != len(values):
+        raise BadRow(f"has {len(values)} values for {len(names)} columns")
+    return dict(zip(names, values, strict=True))
 
 
 def _parse_line(line: str) -> dict[str, Any]:
@@ -136,80 +189,3 @@ def _read_parquet(file: Path) -> list[dict[str, Any]]:
             f"task.path = {str(file)!r} can't be read ({first_line(error)}): copy or write it "
             "again."
         ) from error
-
-
-class NotFetchedError(ValueError):
-    """The hub could not be reached, or does not have the data."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}: give a file with task.path, or go online.")
-        self.what = what
-
-
-@dataclass(frozen=True)
-class HubDataset:
-    """The files of a data set's splits, e.g. {"train": "main/train-*.parquet"}."""
-
-    repository: str
-    files: Mapping[str, str]
-    """file pattern of each split, in which a star also matches slashes; the first split is the
-    default"""
-
-    @property
-    def splits(self) -> list[str]:
-        """Names of the splits, the default first."""
-        return list(self.files)
-
-    def fetch(self, split: str) -> list[str]:
-        """Return the paths of a split's files, downloading only what is not in the cache."""
-        # cached files are never updated: data must not change between two starts of a run
-        return self._cached(self.files[split]) or self._downloaded(self.files[split])
-
-    def _cached(self, pattern: str) -> list[str]:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            folder = Path(
-                snapshot_download(self.repository, repo_type="dataset", local_files_only=True)
-            )
-        except LocalEntryNotFoundError:
-            return []
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
-        found = _matching(names, pattern)
-        return [str(folder / name) for name in found] if _is_complete(found) else []
-
-    def _downloaded(self, pattern: str) -> list[str]:
-        from huggingface_hub import HfApi, hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError
-
-        # the base classes are errors of the HTTP library, which depends on the client's version
-        failures = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
-        try:
-            listed = HfApi().dataset_info(self.repository, timeout=HUB_TIMEOUT).siblings or []
-            return [
-                hf_hub_download(
-                    self.repository, name, repo_type="dataset", etag_timeout=HUB_TIMEOUT
-                )
-                for name in _matching([file.rfilename for file in listed], pattern)
-            ] or self._refuse_pattern(pattern)
-        except failures as error:
-            raise NotFetchedError(
-                f"The data set {self.repository} could not be fetched from the hub "
-                f"({first_line(error)})"
-            ) from error
-
-    def _refuse_pattern(self, pattern: str) -> list[str]:
-        raise ValueError(
-            f"The data set {self.repository} has no files {pattern}: give a file with task.path."
-        )
-
-
-def _matching(names: Iterable[str], pattern: str) -> list[str]:
-    return sorted(name for name in names if fnmatch(name, pattern) and is_data_file(name))
-
-
-def _is_complete(names: list[str]) -> bool:
-    """Whether all shards are present, by their names: a download may have been interrupted."""
-    numbers = [int(shard.group(1)) for name in names if (shard := _SHARD.search(name))]
-    return all(number == len(names) for number in numbers)

@@ -5,15 +5,16 @@ Leaving out evaluation problems keeps training data from contaminating the evalu
 
 import re
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from trustbatch.errors import ConfigError
-from trustbatch.tasks.base import FilteredTask, ProblemSet, ReadsFiles, Task
-from trustbatch.tasks.data_files import is_data_file, read_rows
+from trustbatch.tasks.base import FilteredTask, ProblemSet, ReadsDataSets, ReadsFiles, Task
+from trustbatch.tasks.columns import read_problem
+from trustbatch.tasks.data_source import DataSource, is_data_path
 from trustbatch.tasks.rows import BadRow, BadRows, PromptChecks, RowTask
 from trustbatch.types import Prompt
 
-PROBLEM_FIELDS = ("problem", "question", "prompt")
+PROBLEM_FIELDS = ("problem", "question", "prompt", "messages")
 """possible names of the problem field in data files"""
 _WORD = re.compile(r"\d+|[^\W\d_]+")
 _LAYOUT = re.compile(
@@ -75,11 +76,12 @@ def without_overlap(task: Task, others: Sequence[Task]) -> Task:
     return task
 
 
-def excluded(source: str, *, seed: int) -> tuple[Collection[str], Mapping[str, str]]:
-    """Return the problems of a data file or of a task by name, and the files that they are in."""
-    if is_data_file(source):
-        rows = enumerate(read_rows(source))
-        return [_statement(source, number, row) for number, row in rows], {source: source}
+def excluded(source: str, *, seed: int) -> tuple[Collection[str], DataSource]:
+    """Return the problems of a data file or of a task by name, and what was read for them."""
+    read = DataSource(source)
+    if is_data_path(source):
+        rows = enumerate(read.rows())
+        return [_statement(source, number, row) for number, row in rows], read
     from trustbatch.tasks import build_task  # which imports this module
 
     task = build_task(source, seed=seed)
@@ -87,13 +89,15 @@ def excluded(source: str, *, seed: int) -> tuple[Collection[str], Mapping[str, s
         raise ValueError(
             f"task.exclude has {source!r}, which is an endless task: name files or data sets."
         )
-    return task.statements(), task.files if isinstance(task, ReadsFiles) else {}
+    read.files.update(task.files if isinstance(task, ReadsFiles) else {})
+    read.digests.update(task.digests if isinstance(task, ReadsDataSets) else {})
+    return task.statements(), read
 
 
 def _statement(source: str, number: int, row: dict[str, object]) -> str:
     for field in PROBLEM_FIELDS:
         if field in row:
-            return str(row[field])
+            return read_problem(row, {"problem": field}).statement
     raise ValueError(
         f"Row {number + 1} of {source!r} in task.exclude has no field "
         f"{', '.join(PROBLEM_FIELDS)}: rename the one with the problem."

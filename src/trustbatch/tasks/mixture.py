@@ -11,6 +11,7 @@ from typing import Any, Self
 from trustbatch.tasks.base import (
     FilteredTask,
     LearningTask,
+    ReadsDataSets,
     ReadsFiles,
     Task,
     grade_completion,
@@ -107,6 +108,17 @@ class Mixture:
             for task in tasks
             if isinstance(task, ReadsFiles)
             for name, path in task.files.items()
+        }
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The fingerprints of data sets that the parts have read."""
+        tasks = [part.task for part in self.tasks.values()]
+        return {
+            name: digest
+            for task in tasks
+            if isinstance(task, ReadsDataSets)
+            for name, digest in task.digests.items()
         }
 
     @property

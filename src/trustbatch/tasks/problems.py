@@ -14,8 +14,17 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from trustbatch.errors import did_you_mean, first_line
 from trustbatch.math_grading.grade import grade_math
-from trustbatch.tasks.data_files import HubDataset, read_rows
+from trustbatch.tasks.columns import (
+    check_columns,
+    column_of,
+    number_of,
+    read_answer,
+    read_problem,
+)
+from trustbatch.tasks.data_files import read_rows
+from trustbatch.tasks.data_source import DataSource
 from trustbatch.tasks.filters import excluded, normalized_words
+from trustbatch.tasks.hub_data import HubDataset
 from trustbatch.tasks.rows import (
     LEAVE_OUT,
     STOP,
@@ -26,7 +35,6 @@ from trustbatch.tasks.rows import (
     check_details,
     check_text,
     row_id,
-    text_of,
 )
 from trustbatch.types import Prompt
 
@@ -55,16 +63,17 @@ class ProblemTask:
     name: str
     seed: int = 0
     path: str | None = None
+    subset: str | None = None
     split: str | None = None
+    revision: str | None = None
     template: str | None = None
     system: str = ""
     thinking: bool | None = None
-    problem_field: str = "problem"
-    answer_field: str = "answer"
+    columns: Mapping[str, str] | None = None
+    extra_columns: tuple[str, ...] = ()
     shuffle: bool = True
     deduplicate: bool | None = None
     difficulty: tuple[float, float] | None = None
-    difficulty_field: str = "difficulty"
     max_prompt_tokens: int | None = None
     exclude: tuple[str, ...] = ()
     bad_rows: str = STOP
@@ -76,6 +85,8 @@ class ProblemTask:
     """number of problems by the reason for leaving them out"""
     files: dict[str, str] = field(init=False, repr=False, compare=False)
     """paths of the files that were read, by name"""
+    digests: dict[str, str] = field(init=False, repr=False, compare=False)
+    """SHA-256 of rows that are no files here, by name"""
     _statements: dict[str, str] = field(init=False, repr=False, compare=False)
     """problems as they are in the data, by id"""
     _places: dict[str, str] = field(init=False, repr=False, compare=False)
@@ -84,7 +95,8 @@ class ProblemTask:
 
     def __post_init__(self) -> None:
         self._refuse_wrong_options()
-        self._set(seats=[], left_out={}, files={}, _statements={}, _places={}, _bad=BadRows())
+        self._set(seats=[], left_out={}, files={}, digests={})
+        self._set(_statements={}, _places={}, _bad=BadRows())
         self._read_rows(find_template(self.template or self.default_template))
         self._set(problems=self._without_named(self.seats))
         if self.leave_out:
@@ -95,10 +107,11 @@ class ProblemTask:
         self.left_out.update(self._bad.left_out)
         self._refuse_empty()
         for source in self.exclude:
-            statements, files = excluded(source, seed=self.seed)
+            statements, read = excluded(source, seed=self.seed)
             rest = self.without(statements, source.rpartition("/")[2])
             self._set(seats=rest.seats, problems=rest.problems, left_out=rest.left_out)
-            self.files.update(files)
+            self.files.update(read.files)
+            self.digests.update(read.digests)
 
     def _read_rows(self, template: str) -> None:
         """Fill the seats; bad rows and those that a filter leaves out are counted."""
@@ -106,10 +119,10 @@ class ProblemTask:
         unknown = set(self.leave_out)
         for number, row in enumerate(self.rows()):
             where = getattr(row, "where", f"row {number + 1} of {self.path or self.name!r}")
-            key = row_id(row, number)
+            key = row_id(row, number, self._column("id"))
             try:
                 standard = _read_with(self.standard_row, row)
-                key = row_id(standard, number)
+                key = row_id(standard, number, self._column("id"))
                 unknown.discard(key)
                 if key in self._places:  # equal ids would get the same random numbers
                     key = f"{key}@{number}"
@@ -137,24 +150,30 @@ class ProblemTask:
 
     def _problem(self, key: str, row: Mapping[str, Any], template: str) -> tuple[str, Prompt]:
         """Return the problem as it is in a row, and its prompt; raises BadRow."""
-        keys = "task.problem_field or task.answer_field"
-        statement = text_of(row, self.problem_field, keys=keys)
-        answer = text_of(row, self.answer_field, keys=keys)
-        for what, text in (("problem", statement), ("answer", answer), ("id", key)):
+        asked = read_problem(row, self.columns or {})
+        answer = read_answer(row, self.columns or {}, asked.reply)
+        system = asked.system or self.system
+        texts = {"problem": asked.statement, "answer": answer, "id": key, "system message": system}
+        for what, text in texts.items():
             check_text(what, text)
-        if not statement.strip():
+        if not asked.text.strip():
             raise BadRow("has an empty problem")
-        details = _read_with(self.details, row)
+        extra = {name: column_of(row, name, "task.extra_columns") for name in self.extra_columns}
+        details = extra | _read_with(self.details, row)
         check_details(details)
-        return statement, Prompt(
+        return asked.statement, Prompt(
             id=key,
-            text=template.replace("{problem}", statement),
+            text=template.replace("{problem}", asked.text),
             answer=answer,
             task=self.name,
             details=details,
-            system=self.system,
+            system=system,
             chat={} if self.thinking is None else {"enable_thinking": self.thinking},
+            history=asked.history,
         )
+
+    def _column(self, name: str) -> str:
+        return (self.columns or {}).get(name, name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the problems: a task sent to another process only grades there."""
@@ -169,16 +188,18 @@ class ProblemTask:
         return self  # immutable
 
     def rows(self) -> Iterable[Mapping[str, Any]]:
-        """Return the rows of the file, or of the data set on the hub."""
+        """Return the rows of `path`, or of the task's own data set on the hub."""
         if self.path is not None:
-            if self.split is not None:
-                raise ValueError(
-                    "task.split selects a split on the hub: remove it, or remove task.path."
-                )
-            self.files[self.path] = self.path
-            return read_rows(self.path, self._bad)
+            source = DataSource(self.path, self.subset, self.split, self.revision)
+            self._set(files=source.files, digests=source.digests)
+            return source.rows(self._bad)
         if self.hub is None:
-            raise ValueError(f"The task {self.name} needs task.path, a .jsonl or .parquet file.")
+            raise ValueError(
+                f"The task {self.name} needs task.path: a file, a folder, or hf:owner/name."
+            )
+        for key in ("subset", "revision"):
+            if getattr(self, key) is not None:
+                raise ValueError(f"task.{key} needs task.path = 'hf:owner/name': set it too.")
         split = self.split or self.hub.splits[0]
         if split not in self.hub.splits:
             raise ValueError(
@@ -313,11 +334,12 @@ class ProblemTask:
         """Return why a row is left out, or None; adds the words of a kept row to `seen`."""
         if self.difficulty is not None:
             low, high = self.difficulty
-            measured = row.get(self.difficulty_field)
-            if not isinstance(measured, int | float) or math.isnan(measured):
-                return f"without {self.difficulty_field}"
+            column = self._column("difficulty")
+            measured = number_of(row.get(column))
+            if measured is None:
+                return f"without {column}"
             if not low < measured < high:
-                return f"not of {self.difficulty_field} between {low:g} and {high:g}"
+                return f"not of {column} between {low:g} and {high:g}"
         if self.drops_duplicates if self.deduplicate is None else self.deduplicate:
             # equal words with different answers may differ in a sign
             words = normalized_words(statement), normalized_words(answer)
@@ -337,6 +359,7 @@ class ProblemTask:
         raise ValueError(f"{where} has no rows: give a file with problems.")
 
     def _refuse_wrong_options(self) -> None:
+        check_columns(self.columns)
         if isinstance(self.exclude, str):
             raise ValueError(f"task.exclude must be a list: write [{self.exclude!r}].")
         if self.bad_rows not in (STOP, LEAVE_OUT):

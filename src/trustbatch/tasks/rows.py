@@ -5,7 +5,6 @@ a sentence or left out and counted.
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,21 +77,9 @@ class BadRows:
         return {f"bad, such as {self.where}, which {self.reason}": self.count}
 
 
-def row_id(row: Mapping[str, Any], number: int) -> str:
+def row_id(row: Mapping[str, Any], number: int, column: str = "id") -> str:
     """Return the id of a row, or else its number from 0."""
-    return str(number if row.get("id") is None else row["id"])
-
-
-def text_of(row: Mapping[str, Any], key: str, *, keys: str) -> str:
-    """Return the text or number in a field; `keys` names the settings that choose the field."""
-    if key not in row:
-        raise BadRow(f"has no field {key!r}, but {', '.join(row) or 'nothing'}", fix=f"set {keys}")
-    value = row[key]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise BadRow(f"has {key!r} = {_short(value)}", fix="give text or a number")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise BadRow(f"has {key!r} = {value}, which is no finite number", fix="fix it")
-    return str(value)
+    return str(number if row.get(column) is None else row[column])
 
 
 def check_text(what: str, text: str) -> None:
@@ -204,10 +191,3 @@ def or_leave_out(task: Any, prompt: Prompt) -> str:
         return ""
     ids = json.dumps([*row.left_out, row.id], ensure_ascii=False)
     return f", or leave out {row.where} with {row.key} = {ids}"
-
-
-def _short(value: Any) -> str:
-    """Return the beginning of a value's text; a nested one is not walked through."""
-    if isinstance(value, list | dict):
-        return f"a {'list' if isinstance(value, list) else 'table'} of {len(value):,} entries"
-    return repr(value)[:80]

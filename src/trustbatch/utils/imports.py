@@ -12,10 +12,20 @@ from typing import Any
 
 from trustbatch.errors import did_you_mean
 
+_GIVEN: dict[str, Any] = {}
+"""objects that were given from Python and can't be imported, by path"""
+
 
 def check_object_path(path: str) -> None:
     """Refuse a malformed path or one whose module does not exist, without importing anything."""
+    if given(path) is not None:
+        return
     place, _, name = path.rpartition(":")
+    if place == "__main__":
+        raise ValueError(
+            f"{path!r} is defined in a script or notebook: pass it to trustbatch.train there, or "
+            "put it into a file and name that."
+        )
     if not place or not name.isidentifier():
         raise ValueError(
             f"{path!r} must be module:name or path/to/file.py:name, such as my_rewards.py:brevity."
@@ -29,6 +39,28 @@ def check_object_path(path: str) -> None:
         )
 
 
+def code_path(found: Any) -> str:
+    """Return the path of a class, function or other callable object, as in "my_module:name"."""
+    kind = found if hasattr(found, "__qualname__") else type(found)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def remember(found: Any) -> str:
+    """Return the path of an object that was given from Python.
+
+    One that can't be imported, such as a class of a notebook, is found by its path in this process.
+    """
+    path = code_path(found)
+    if path.startswith("__main__:") or "<locals>" in path:
+        _GIVEN[path] = found
+    return path
+
+
+def given(path: str) -> Any | None:
+    """Return an object that `remember` has seen in this process; None if there is none."""
+    return None if "<lambda>" in path else _GIVEN.get(path)  # all lambdas are called the same
+
+
 def load_object(path: str, *, private: bool = False) -> Any:
     """Import the object; raises ImportError with one sentence that says what to change.
 
@@ -36,6 +68,8 @@ def load_object(path: str, *, private: bool = False) -> Any:
     classes. A `private` file gets a unique module name instead, and may be called like another
     module.
     """
+    if (found := given(path)) is not None:
+        return found
     place, _, name = path.rpartition(":")
     try:
         if not place.endswith(".py"):
