@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trustbatch import __version__
+from trustbatch.doctor.rollouts.command import add_rollouts_arguments, rollouts_command
 from trustbatch.errors import ConfigError, TrustbatchError
 from trustbatch.inspection.command import add_inspect, inspect_command
 from trustbatch.rollout.registry import DEFAULT_ENGINE, engine_info, engine_names
@@ -161,7 +162,9 @@ def _add_doctor(commands: Commands) -> None:
         epilog="Exit status 0: on-policy, 1: off-policy. Any key can be set: "
         "--rollout.temperature=0.6",
     )
-    doctor.add_argument("config", help="TOML file, as for train; nothing is trained or written")
+    doctor.add_argument(
+        "config", nargs="?", help="TOML file, as for train; nothing is trained or written"
+    )
     doctor.add_argument(
         "--tokens",
         type=at_least_one,
@@ -169,6 +172,7 @@ def _add_doctor(commands: Commands) -> None:
         help="tokens to sample and recompute; default: 2048",
     )
     doctor.add_argument("--json", help="file for everything that was measured")
+    add_rollouts_arguments(doctor)
 
 
 def _add_pages_and_status(commands: Commands) -> None:
@@ -350,9 +354,13 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     from trustbatch.doctor.verdict import judge, show, to_record
     from trustbatch.utils.terminal import LiveLine
 
-    config = load_config(options.config, overrides)
     if options.json and not Path(options.json).absolute().parent.is_dir():
         raise ConfigError(f"--json {options.json} has no folder to be written to: make it first.")
+    if options.rollouts is not None:
+        return rollouts_command(options, overrides)
+    if options.config is None:
+        raise ConfigError("Give the doctor a configuration, or --rollouts FILE and --model MODEL.")
+    config = load_config(options.config, overrides)
     task = configured_task(config)
     line = LiveLine()
     line.show(f"loading {config.model.name}")
