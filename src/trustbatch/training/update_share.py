@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MIN_CLUSTERS = 8
+MIN_CLUSTERS = 6
 
 
 @dataclass(frozen=True)

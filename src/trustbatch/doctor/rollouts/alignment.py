@@ -22,6 +22,8 @@ MAX_COMPLETION_TOKENS = 2048
 """tokens of a completion that are examined: logits of more would not fit into memory"""
 LEAST_LOGPROB = -9000.0
 """vLLM writes -9999 for minus infinity"""
+LARGEST_LOGPROB = 1e-3
+"""0, up to rounding"""
 CLEARLY_BETTER = 3.0
 """how many times smaller a residual is where another reading of the file is the right one"""
 OUTLIER = 10.0
@@ -98,10 +100,10 @@ def prepare(
             found["too_long"] = found["too_long"].add(rollout.line)
             continue
         sequence = _sequence(rollout, settings, min(room, MAX_COMPLETION_TOKENS))
-        recorded = sequence.completion.of_policy(sequence.completion.behavior_logp)
-        if num_ids == num_logprobs and not bool(torch.isfinite(recorded).all()):
+        values = _of_policy(rollout)
+        if not all(math.isfinite(each) and each > LEAST_LOGPROB for each in values):
             found["not_finite"] = found["not_finite"].add(rollout.line)
-        if bool((recorded > 1e-3).any()):
+        if any(each > LARGEST_LOGPROB for each in values):
             found["positive"] = found["positive"].add(rollout.line)
         sequences.append(sequence)
         lines.append(rollout.line)
@@ -112,6 +114,13 @@ def prepare(
         lines=lines,
         found=Preparation(ids_from_strings=from_strings, prompts_from_text=from_text, **found),
     )
+
+
+def _of_policy(rollout: RecordedRollout) -> list[float]:
+    """Return the log-probs of the tokens that the policy sampled."""
+    if rollout.sampled is None:
+        return list(rollout.logprobs)
+    return [each for each, own in zip(rollout.logprobs, rollout.sampled, strict=True) if own]
 
 
 def _nothing_left(found: dict[str, Lines]) -> ConfigError:
@@ -145,7 +154,9 @@ def _sequence(
     rollout: RecordedRollout, settings: SamplingDistribution, max_tokens: int
 ) -> TrainSequence:
     ids = torch.tensor((rollout.token_ids or ())[:max_tokens])
-    logprobs = [each if each > LEAST_LOGPROB else math.nan for each in rollout.logprobs]
+    logprobs = [
+        each if LEAST_LOGPROB < each <= LARGEST_LOGPROB else math.nan for each in rollout.logprobs
+    ]
     logprobs = [*logprobs, math.nan][: len(ids)]
     sampled = None if rollout.sampled is None else torch.tensor(rollout.sampled[: len(ids)])
     completion = Completion(

@@ -48,15 +48,15 @@ def rollouts_command(options: argparse.Namespace, others: list[str]) -> int:
     from trustbatch.doctor.verdict import show, to_record
     from trustbatch.utils.terminal import LiveLine
 
-    if options.config is not None:
-        raise ConfigError("The doctor takes a configuration or --rollouts, not both: drop one.")
-    if options.model is None:
-        raise ConfigError("--rollouts needs --model: the model that should have sampled them.")
     if others:
         raise ConfigError(
             f"Unknown with --rollouts: {' '.join(others)}; keys of a configuration are for doctor "
             "CONFIG."
         )
+    if options.config is not None:
+        raise ConfigError("The doctor takes a configuration or --rollouts, not both: drop one.")
+    if options.model is None:
+        raise ConfigError("--rollouts needs --model: the model that should have sampled them.")
     line = LiveLine()
     diagnosis = diagnose_rollouts(
         options.rollouts,
