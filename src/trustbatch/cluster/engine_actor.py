@@ -13,6 +13,7 @@ from trustbatch.cluster.publishers import this_endpoint
 from trustbatch.config import Config
 from trustbatch.errors import DeadEngineError
 from trustbatch.rollout.engine import Engines, InFlightEngine
+from trustbatch.training.arrival import ArrivalWatch
 from trustbatch.training.canary import CanaryReference
 from trustbatch.types import Completion, GenerationRequest
 from trustbatch.weight_sync.publications import Publication
@@ -57,6 +58,7 @@ class EngineActor:
         self._newest: PublishedVersion | None = None  # of those it was told of
         self._lock = threading.Lock()
         self._canary: dict[str, float] = {}  # the largest of a call
+        self._watch = ArrivalWatch()
 
     def prepare(self) -> None:
         """Load the model: only when a caller waits, who then gets the error if that fails."""
@@ -126,7 +128,7 @@ class EngineActor:
         trained = self._engines.trained
         trained.load_weights(published.weights.tensors(this_endpoint()), published.version)
         if published.reference is not None:
-            for name, value in published.reference.check(trained).items():
+            for name, value in published.reference.check(trained, self._watch).items():
                 self._canary[name] = max(self._canary.get(name, 0.0), value)
         self._served = published.version
 

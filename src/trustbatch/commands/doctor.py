@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trustbatch.commands.base import Commands, add_command
+from trustbatch.doctor.rollouts.command import add_rollouts_arguments, diagnosed_rollouts
 from trustbatch.errors import ConfigError
 from trustbatch.utils.arguments import at_least_one
 
@@ -23,7 +24,9 @@ def add_doctor(commands: Commands) -> None:
         epilog="Exit status 0: on-policy, 1: off-policy. Any key can be set: "
         "--rollout.temperature=0.6",
     )
-    doctor.add_argument("config", help="TOML file, as for train; nothing is trained or written")
+    doctor.add_argument(
+        "config", nargs="?", help="TOML file, as for train; nothing is trained or written"
+    )
     doctor.add_argument(
         "--tokens",
         type=at_least_one,
@@ -31,45 +34,23 @@ def add_doctor(commands: Commands) -> None:
         help="tokens to sample and recompute; default: 2048",
     )
     doctor.add_argument("--json", help="file for everything that was measured")
+    add_rollouts_arguments(doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from trustbatch.build.data import checked_task
-    from trustbatch.build.engines import build_engine, load_second_policies
-    from trustbatch.build.policies import load_policy
-    from trustbatch.build.session import configured_task
-    from trustbatch.config import load_config
-    from trustbatch.doctor.examine import examine
-    from trustbatch.doctor.verdict import judge, show, to_record
-    from trustbatch.utils.terminal import LiveLine
-
-    config = load_config(options.config, options.overrides)
     if options.json and not Path(options.json).absolute().parent.is_dir():
         raise ConfigError(f"--json {options.json} has no folder to be written to: make it first.")
-    task = configured_task(config)
-    line = LiveLine()
-    line.show(f"loading {config.model.name}")
-    policy = load_policy(config)
-    task = checked_task(
-        config,
-        task,
-        [],
-        count_tokens=policy.count_tokens,
-        context_length=policy.context_length,
-        say=line.show,
-    )
-    load_second_policies(config, policy)  # refuses what a run would refuse
-    engine = build_engine(config, policy)
-    try:
-        examination = examine(
-            config, policy, engine, task, num_tokens=options.tokens, say=line.show
-        )
-    finally:
-        engine.close()
-    line.show("examined", last=True)
-    verdict = judge(examination, config)
-    show(Console(soft_wrap=True), examination, verdict)
+    if options.rollouts is not None:
+        diagnosis = diagnosed_rollouts(options)
+    elif options.config is None:
+        raise ConfigError("Give the doctor a configuration, or --rollouts FILE and --model MODEL.")
+    else:
+        from trustbatch.config import load_config
+        from trustbatch.doctor.diagnose import diagnose
+
+        diagnosis = diagnose(load_config(options.config, options.overrides), tokens=options.tokens)
+    diagnosis.show(Console(soft_wrap=True))
     if options.json:
-        record = to_record(examination, verdict)
-        Path(options.json).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return 0 if verdict.is_on_policy else 1
+        record = json.dumps(diagnosis.to_record(), indent=2)
+        Path(options.json).write_text(record + "\n", encoding="utf-8")
+    return 0 if diagnosis.is_on_policy else 1

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 class _Doctor(ModuleType):
     """`trustbatch.doctor` is this package and also a function, as `trustbatch.train` is one."""
 
-    def __call__(self, config: Any, **options: Any) -> "Diagnosis":
+    def __call__(self, config: Any = None, *, rollouts: Any = None, **options: Any) -> "Diagnosis":
+        """Diagnose the stack of a configuration, or the rollouts=FILE of another engine's model."""
+        if rollouts is not None:
+            from trustbatch.doctor.rollouts.diagnose import diagnose_rollouts
+
+            return diagnose_rollouts(rollouts, **options)
         from trustbatch.doctor.diagnose import diagnose
 
         return diagnose(config, **options)

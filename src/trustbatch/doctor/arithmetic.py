@@ -1,16 +1,18 @@
 """Weights and precision: does the engine compute what the trainer computes?
 
-Measured on tokens sampled at temperature 1 without truncation: sampling settings have no effect.
+A stack is measured on tokens sampled at temperature 1 without truncation, where sampling settings
+have no effect; rollouts of another engine under the distribution that their log-probs belong to.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from trustbatch.doctor.distributions import Mismatch, SamplingDistribution
-from trustbatch.doctor.examined_tokens import ExaminedTokens
+from trustbatch.doctor.examined_tokens import UNKNOWN, ExaminedTokens
 from trustbatch.doctor.recompute import PRECISIONS, Layout, in_precision, recompute
 from trustbatch.doctor.search import search
 from trustbatch.models.policy import Policy
@@ -22,6 +24,13 @@ NOISE_FACTOR = 3.0
 """two low-precision computations may differ by this times the effect on the trainer"""
 SAME_ROUNDING = 0.6
 """correlation of errors above which they count as the same rounding"""
+RELATED_ROUNDING = 0.15
+"""the same for an engine that declares no precision, if the size fits too: other kernels round in
+other places, but an error of the weights is not correlated with rounding at all"""
+CLEARLY_RELATED = 6.0
+"""such a correlation must also be this many times what chance gives, 1 / sqrt(tokens)"""
+RELATED_SIZE = (0.4, 2.0)
+"""size of errors that are related, in those of the precision"""
 
 
 @dataclass(frozen=True)
@@ -59,11 +68,30 @@ class ArithmeticResult:
 def examine_arithmetic(
     policy: Policy, tokens: ExaminedTokens, layout: Layout, *, say: Callable[[str], None]
 ) -> ArithmeticResult:
-    """Recompute tokens sampled at T = 1 without truncation in several precisions and layouts."""
+    """Compare tokens sampled at T = 1 without truncation, and try settings where they differ."""
+    result = compare_arithmetic(policy, tokens, layout, at=PLAIN, say=say)
+    if result.is_explained:
+        return result
+    say("trying sampling settings")
+    found = search(policy, tokens, PLAIN, layout)
+    if found.recorded == PLAIN or found.recorded_residual > NOISE_FACTOR * result.uncertainty:
+        return result
+    return replace(result, own_settings=found.recorded)
+
+
+def compare_arithmetic(
+    policy: Policy,
+    tokens: ExaminedTokens,
+    layout: Layout,
+    *,
+    at: SamplingDistribution,
+    say: Callable[[str], None],
+) -> ArithmeticResult:
+    """Recompute tokens in several precisions and layouts, under the distribution `at`."""
 
     def logp(precision: str | None = None, packed: Layout = layout) -> Tensor:
         with in_precision(policy, precision):
-            return recompute(policy, tokens, [PLAIN], packed)[PLAIN].logp
+            return recompute(policy, tokens, [at], packed)[at].logp
 
     own = logp()
     error = tokens.recorded - own
@@ -84,16 +112,9 @@ def examine_arithmetic(
     # the engine can't agree with the trainer better than the trainer with itself
     disagreement = max(found.mean_abs for found in layouts.values())
     uncertainty = max(allowed, NOISE_FACTOR * disagreement)
-    explained_by, own_settings = None, None
+    explained_by = None
     if not mismatch.mean_abs <= uncertainty:
-        explained_by = _matching_precision(
-            policy.precision, tokens.provenance.precision, mismatch, effects, likeness
-        )
-        if explained_by is None:
-            say("trying sampling settings")
-            found = search(policy, tokens, PLAIN, layout)
-            if found.recorded != PLAIN and found.recorded_residual <= NOISE_FACTOR * uncertainty:
-                own_settings = found.recorded
+        explained_by = _matching_precision(policy.precision, tokens, mismatch, effects, likeness)
     return ArithmeticResult(
         mismatch=mismatch,
         allowed=allowed,
@@ -101,7 +122,7 @@ def examine_arithmetic(
         effects=effects,
         likeness=likeness,
         explained_by=explained_by,
-        own_settings=own_settings,
+        own_settings=None,
         layouts=layouts,
     )
 
@@ -115,17 +136,23 @@ def _allowed(precision: str, effects: dict[str, Mismatch]) -> float:
 
 def _matching_precision(
     trainer: str,
-    engine: str,
+    tokens: ExaminedTokens,
     mismatch: Mismatch,
     effects: dict[str, Mismatch],
     likeness: dict[str, float],
 ) -> str | None:
     """Return the precision whose rounding correlates with the errors, or the declared one."""
+    engine = tokens.provenance.precision
     others = [name for name in effects if name != trainer]
     best = max(others, key=lambda name: likeness[name])
     if likeness[best] > SAME_ROUNDING:
         return best
     declared = engine in others
+    if not declared and engine == UNKNOWN:
+        related = max(RELATED_ROUNDING, CLEARLY_RELATED / math.sqrt(tokens.num_tokens))
+        smallest, largest = (bound * effects[best].mean_abs for bound in RELATED_SIZE)
+        is_related = likeness[best] > related and smallest <= mismatch.mean_abs <= largest
+        return best if is_related else None
     # kernels scale differently, so errors need not correlate: their size must match
     if declared and mismatch.mean_abs <= NOISE_FACTOR * effects[engine].mean_abs:
         return engine

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from trustbatch.build.data import checked_task
 from trustbatch.build.engines import build_engine, load_second_policies
 from trustbatch.build.policies import load_policy
 from trustbatch.build.session import configured_task
 from trustbatch.config import Config, as_config
-from trustbatch.doctor.examine import DEFAULT_TOKENS, Examination, examine
-from trustbatch.doctor.verdict import Verdict, judge, show, to_record
+from trustbatch.doctor.examine import DEFAULT_TOKENS, examine
+from trustbatch.doctor.verdict import Measurements, Verdict, judge, show, to_record
 from trustbatch.utils.rendering import as_html
 from trustbatch.utils.terminal import LiveLine
 
@@ -20,7 +22,7 @@ from trustbatch.utils.terminal import LiveLine
 class Diagnosis:
     """Whether engine and trainer agree, and what was measured."""
 
-    examination: Examination
+    examination: Measurements
     verdict: Verdict
 
     @property
@@ -32,11 +34,15 @@ class Diagnosis:
         """Return everything as plain values."""
         return to_record(self.examination, self.verdict)
 
+    def show(self, console: Console) -> None:
+        """Print the measurements, a row per check, and the verdict in words."""
+        show(console, self.examination, self.verdict)
+
     def __repr__(self) -> str:
         return "\n".join(self.verdict.sentences)
 
     def _repr_html_(self) -> str:
-        return as_html(lambda console: show(console, self.examination, self.verdict))
+        return as_html(self.show)
 
 
 def diagnose(

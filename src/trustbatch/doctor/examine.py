@@ -26,8 +26,8 @@ PROBE_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Examination:
-    """All measurements."""
+class Measurements:
+    """What is measured of any tokens: of a stack, and of rollouts that another engine recorded."""
 
     policy: str
     trainer_precision: str
@@ -39,6 +39,12 @@ class Examination:
     num_tokens: int
     arithmetic: ArithmeticResult
     sampling: SamplingResult
+
+
+@dataclass(frozen=True)
+class Examination(Measurements):
+    """All measurements of a stack."""
+
     anchor: AnchorResult | None
     """None unless the engine records an anchor beside the sampled distribution"""
     probe: ProbeResult

@@ -19,6 +19,8 @@ MIN_COMPLETIONS = 32
 MAX_PROMPTS = 64
 """per round"""
 MAX_ROUNDS = 16
+UNKNOWN = "unknown"
+"""precision of an engine that does not say"""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ from enum import StrEnum
 from trustbatch.config import Config
 from trustbatch.doctor.arithmetic import NOISE_FACTOR, PLAIN
 from trustbatch.doctor.distributions import Mismatch, SamplingDistribution
-from trustbatch.doctor.examine import Examination
+from trustbatch.doctor.examine import Examination, Measurements
+from trustbatch.doctor.examined_tokens import UNKNOWN
 from trustbatch.doctor.sampling import MAX_Z
+from trustbatch.doctor.wording import STACK, Wording
 
 STALE_BELOW = 0.5
 """share of a weight update's effect below which the engine has not loaded it"""
@@ -87,7 +89,7 @@ def check_weights(e: Examination) -> Finding:
     return Finding("weights", measured, Status.GOOD)
 
 
-def check_precision(e: Examination) -> Finding:
+def check_precision(e: Measurements) -> Finding:
     """Check that engine and trainer compute in the same precision."""
     arithmetic, engine = e.arithmetic, e.engine
     effects = ", ".join(
@@ -102,7 +104,7 @@ def check_precision(e: Examination) -> Finding:
     if found is None:
         known = arithmetic.is_explained
         return Finding("precision", measured, Status.GOOD if known else Status.UNKNOWN)
-    declared = found == engine.precision
+    declared = engine.precision in (found, UNKNOWN)  # who says nothing hides nothing
     effect = arithmetic.mismatch
     return Finding(
         "precision",
@@ -119,7 +121,7 @@ def check_precision(e: Examination) -> Finding:
     )
 
 
-def check_temperature(e: Examination) -> Finding:
+def check_temperature(e: Measurements, words: Wording = STACK) -> Finding:
     """Check that tokens are sampled at the temperature of the policy."""
     sampling = e.sampling
     sampled, configured, policy = sampling.sampled, sampling.configured, e.policy_temperature
@@ -135,10 +137,9 @@ def check_temperature(e: Examination) -> Finding:
             Status.FAULT,
             "temperature",
             part,
-            f"Tokens look sampled at T = {sampled.temperature:g}, but rollout.temperature is "
-            f"{configured.temperature:g} (z = {sampling.z[configured]:+.0f} against it). The "
-            "engine applies its own sampling settings, such as those of the model's "
-            "generation_config.json: remove them there.",
+            f"Tokens look sampled at T = {sampled.temperature:g}, but {words.temperature_is} "
+            f"{configured.temperature:g} (z = {sampling.z[configured]:+.0f} against it). "
+            f"{words.own_settings}",
         )
     if sampling.is_tested and not abs(sampling.z[sampled]) <= MAX_Z:
         return Finding(
@@ -158,16 +159,15 @@ def check_temperature(e: Examination) -> Finding:
             Status.CONFIGURED,
             "temperature",
             part,
-            f"T = {sampled.temperature:g} by rollout.temperature, while the policy is trained at "
-            f"T = {policy:g}: 1-ESS = {part.one_minus_ess:.2g} from this alone. Set "
-            'training.policy_temperature = "rollout" to train the tempered policy itself, or let '
-            "P3O correct for it; a clip range would discard part of such a batch.",
+            f"T = {sampled.temperature:g} {words.by_temperature}, while the policy is trained at "
+            f"T = {policy:g}: 1-ESS = {part.one_minus_ess:.2g} from this alone. "
+            f"{words.other_temperature}",
         )
     status = Status.GOOD if sampling.is_tested else Status.UNKNOWN
     return Finding("temperature", measured, status)
 
 
-def check_support(e: Examination) -> Finding:
+def check_support(e: Measurements, words: Wording = STACK) -> Finding:
     """Check that tokens are sampled without truncation, and log-probs renormalized."""
     sampling = e.sampling
     sampled, configured = sampling.sampled, sampling.configured
@@ -185,10 +185,9 @@ def check_support(e: Examination) -> Finding:
             Status.FAULT,
             "support",
             part,
-            f"Tokens look sampled with {sampled.support}, but {configured.support} is configured. "
-            "Tokens outside of it are never sampled, so nothing is learned about them, and no "
-            "ratio shows it. The engine applies its own sampling settings, such as those of the "
-            "model's generation_config.json: remove them there.",
+            f"Tokens look sampled with {sampled.support}, but {configured.support} "
+            f"{words.support_is}. Tokens outside of it are never sampled, so nothing is learned "
+            f"about them, and no ratio shows it. {words.own_settings}",
         )
     if _is_not_renormalized(e):
         return Finding(
@@ -203,7 +202,7 @@ def check_support(e: Examination) -> Finding:
             f"{sampling.residuals[sampled]:.1g}). The ratios miss the truncated mass and look "
             f"on-policy (E[r] = {sampling.total.mean_ratio:.3f}, but actually "
             f"{sampling.true.mean_ratio:.3f}). Have the engine return processed log-probs, or "
-            "set rollout.top_p = 1.0 and rollout.top_k = 0.",
+            f"{words.no_truncation}.",
         )
     if not sampled.is_full:
         return Finding(
@@ -212,16 +211,16 @@ def check_support(e: Examination) -> Finding:
             Status.CONFIGURED,
             "support",
             part,
-            f"{sampled.support} by configuration: tokens outside of it are never sampled, and "
+            f"{sampled.support} {words.by_support}: tokens outside of it are never sampled, and "
             "those inside are sampled more often than by the policy: "
             f"E[r] = {part.mean_ratio:.3f} and 1-ESS = {part.one_minus_ess:.2g} from this alone. "
-            "Set rollout.top_p = 1.0 and rollout.top_k = 0 to remove it.",
+            f"{words.no_truncation.capitalize()} to remove it.",
         )
     status = Status.GOOD if sampling.is_tested else Status.UNKNOWN
     return Finding("top-k, top-p", measured, status)
 
 
-def check_logprob_mode(e: Examination) -> Finding:
+def check_logprob_mode(e: Measurements) -> Finding:
     """Check that recorded log-probs are those of the distribution sampled from."""
     sampling = e.sampling
     sampled, recorded = sampling.sampled, sampling.recorded
@@ -264,7 +263,7 @@ def check_logprob_mode(e: Examination) -> Finding:
     )
 
 
-def _noise(e: Examination, distribution: SamplingDistribution) -> float:
+def _noise(e: Measurements, distribution: SamplingDistribution) -> float:
     """Return the residual up to which recorded log-probs fit a distribution."""
     noise = e.arithmetic.uncertainty
     if e.arithmetic.explained_by:
@@ -309,7 +308,7 @@ def check_anchor(e: Examination) -> list[Finding]:
     ]
 
 
-def check_micro_batch(e: Examination) -> Finding:
+def check_micro_batch(e: Measurements) -> Finding:
     """Check that the trainer's log-probs do not depend on how sequences are packed."""
     layouts = e.arithmetic.layouts
     measured = "; ".join(
@@ -332,7 +331,7 @@ def check_micro_batch(e: Examination) -> Finding:
     )
 
 
-def _is_not_renormalized(e: Examination) -> bool:
+def _is_not_renormalized(e: Measurements) -> bool:
     """Whether recorded log-probs are not renormalized over the truncated support."""
     sampled, recorded = e.sampling.sampled, e.sampling.recorded
     return (

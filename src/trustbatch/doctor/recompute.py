@@ -30,7 +30,7 @@ def in_float32(policy: Policy) -> Iterator[None]:
 @contextmanager
 def in_bfloat16(policy: Policy) -> Iterator[None]:
     """Keep all parameters and activations in bfloat16, as inference engines do."""
-    with in_float32(policy), _other_values(policy.model.parameters(), lambda p: p.bfloat16()):
+    with in_float32(policy), other_values(policy.model.parameters(), lambda p: p.bfloat16()):
         yield
 
 
@@ -46,7 +46,7 @@ def in_fp8(policy: Policy) -> Iterator[None]:
     hooks = [module.register_forward_pre_hook(_round_input) for module in linears]
     try:
         # engines quantize the bfloat16 values of the weights
-        with _other_values(
+        with other_values(
             (module.weight for module in linears), lambda w: round_rows(w.bfloat16().float())
         ):
             yield
@@ -73,7 +73,7 @@ def _round_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 
 @contextmanager
-def _other_values(parameters: Iterator[Any], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def other_values(parameters: Iterator[Any], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Give parameters other values for a while; their storage is restored afterwards."""
     kept: list[tuple[Any, Tensor]] = []
     try:

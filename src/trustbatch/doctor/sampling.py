@@ -1,6 +1,6 @@
 """Which distributions do the tokens, their recorded log-probs and the anchor come from?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,7 @@ def examine_sampling(
     recorded_by_config: SamplingDistribution,
     engine_precision: str | None,
     weights_agree: bool,
+    may_be_recorded: Sequence[SamplingDistribution] = (),
     say: Callable[[str], None],
 ) -> SamplingResult:
     """Find the distributions of tokens that were sampled as configured.
@@ -71,6 +72,7 @@ def examine_sampling(
         recorded_by_config: the distribution whose log-probs the configuration records.
         engine_precision: precision that the engine evidently computes in; None is the trainer's.
         weights_agree: False skips the search for other distributions.
+        may_be_recorded: more distributions that the recorded log-probs may belong to.
         say: called with a line about each longer step.
     """
     say(f"testing {tokens.num_tokens} tokens against {configured}")
@@ -81,6 +83,7 @@ def examine_sampling(
         configured,
         configured.untruncated,
         recorded_by_config,
+        *may_be_recorded,
     }
     with in_precision(policy, engine_precision):
         statistics = recompute(policy, tokens, list(candidates), layout)
@@ -95,7 +98,7 @@ def examine_sampling(
         for distribution, found in statistics.items()
     }
     expected = recorded_by_config if recorded_by_config != configured else sampled
-    recorded = _best_fit(residuals, expected)
+    recorded = best_fit(residuals, expected)
     with_trainer = (
         recompute(policy, tokens, list(statistics), layout) if engine_precision else statistics
     )
@@ -121,7 +124,7 @@ def examine_sampling(
     )
 
 
-def _best_fit(
+def best_fit(
     residuals: dict[SamplingDistribution, float], expected: SamplingDistribution
 ) -> SamplingDistribution:
     """Return the distribution with the smallest residual; the expected one wins ties."""
@@ -182,7 +185,7 @@ def examine_anchor(
             distribution: _anchor_residual(statistics[distribution].logp, anchors.recorded)
             for distribution in candidates
         }
-        recorded = _best_fit(residuals, expected)
+        recorded = best_fit(residuals, expected)
         top_residual = _top_residual(policy, anchors, layout, recorded)
     ours = recompute(policy, anchors, [expected], layout)[expected]
     return AnchorResult(

@@ -10,7 +10,7 @@ from rich.text import Text
 from trustbatch.config import Config
 from trustbatch.config.cautions import cautions
 from trustbatch.doctor.distributions import SamplingDistribution
-from trustbatch.doctor.examine import Examination
+from trustbatch.doctor.examine import Examination, Measurements
 from trustbatch.doctor.findings import (
     Finding,
     Status,
@@ -64,6 +64,24 @@ def judge(examination: Examination, config: Config) -> Verdict:
     )
     findings = [check(examination) for check in checks]
     findings += check_anchor(examination) + second_policies(config)
+    return conclude(
+        findings,
+        examination,
+        _notes(config),
+        fault="Off-policy, and not as configured",
+        by_intention="Off-policy by configuration alone",
+    )
+
+
+def conclude(
+    findings: list[Finding],
+    examination: Measurements,
+    notes: list[str],
+    *,
+    fault: str,
+    by_intention: str,
+) -> Verdict:
+    """Return the verdict of findings; the two texts begin its summary where it is off-policy."""
     statuses = {finding.status for finding in findings}
     total = examination.sampling.total
     numbers = (
@@ -71,13 +89,13 @@ def judge(examination: Examination, config: Config) -> Verdict:
         f"1-ESS = {total.one_minus_ess:.2g}"
     )
     if Status.FAULT in statuses:
-        summary = f"Off-policy, and not as configured ({numbers})."
+        summary = f"{fault} ({numbers})."
     elif Status.CONFIGURED in statuses:
-        summary = f"Off-policy by configuration alone ({numbers})."
+        summary = f"{by_intention} ({numbers})."
     else:
         precision = examination.trainer_precision
         summary = f"On-policy up to the rounding of {precision} ({numbers})."
-    return Verdict(findings, summary, _notes(config))
+    return Verdict(findings, summary, notes)
 
 
 def _notes(config: Config) -> list[str]:
@@ -97,7 +115,7 @@ def _notes(config: Config) -> list[str]:
     return notes
 
 
-def show(console: Console, examination: Examination, verdict: Verdict) -> None:
+def show(console: Console, examination: Measurements, verdict: Verdict) -> None:
     """Print the measurements, a row per check, and the verdict in words."""
     engine, total = examination.engine, examination.sampling.total
     console.print(
@@ -129,7 +147,7 @@ def show(console: Console, examination: Examination, verdict: Verdict) -> None:
         console.print(sentences, markup=False, highlight=False)
 
 
-def to_record(examination: Examination, verdict: Verdict) -> dict[str, Any]:
+def to_record(examination: Measurements, verdict: Verdict) -> dict[str, Any]:
     """Return everything as plain values."""
     return {
         "on_policy": verdict.is_on_policy,

@@ -54,8 +54,8 @@ def tasks_of_runs(models: Sequence[str], *, own_task: bool) -> RunTasks:
         )
     if found is None:
         raise ConfigError(
-            f"An evaluation needs a task, as {models[0]} is no run that has one: name it with --task "
-            "or --suite (in Python: tasks=...)."
+            f"An evaluation needs a task, as {models[0]} is no run that has one: name it with "
+            "--task or --suite (in Python: tasks=...)."
         )
     return found
 

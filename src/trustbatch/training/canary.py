@@ -9,6 +9,9 @@ and the canary has ids of its own, so it does not change the completions of the 
 engines that load a version when the trainer may already be at a later one: the trainer records its
 log-probs of all tokens that may follow each context, and an engine is checked against this
 `CanaryReference` whenever it has loaded the version.
+
+Both also compare how engine and trainer have changed since an earlier check (`arrival`): an update
+that never arrived is noticed long before rounding stops explaining the difference.
 """
 
 from collections.abc import Sequence
@@ -22,6 +25,7 @@ from trustbatch.errors import CanaryError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.collect import encode_checked
 from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.training.arrival import ArrivalWatch, ContextSample, weight_rows
 from trustbatch.training.logprobs import response_logits, token_logprobs
 from trustbatch.types import (
     Completion,
@@ -38,8 +42,8 @@ NUM_SAMPLES = 2
 """completions per prompt, for `Canary`"""
 MAX_TOKENS = 8
 """tokens per completion, for `Canary`"""
-TOKENS_PER_CONTEXT = 4
-"""tokens sampled after each context, for `CanaryRecorder`"""
+TOKENS_PER_CONTEXT = 8
+"""tokens sampled after each context: enough for some to be sampled again at the next check"""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,7 @@ class Tolerance:
 # Worst of 60 canaries on three small models: float32 1e-6 on average and 6e-6 at most, bfloat16
 # 0.034 and 0.71, fp8 0.28 and 1.6; a model of another seed has 0.3 to 2.9 on average.
 # The bounds leave room for other kernels and for rare tokens: a healthy run must never be stopped.
-# An update too small to be seen in a precision does less harm than the precision itself, and
-# updates that an engine fails to load add up until they are seen.
+# An update that an engine fails to load may be far smaller: `arrival` finds it.
 TOLERANCES = {
     "float32": Tolerance(mean=1e-3, largest=1e-2),
     "bfloat16": Tolerance(mean=0.15, largest=3.0),
@@ -96,6 +99,12 @@ class Canary:
             for number, prompt in enumerate(prompts)
         ]
         self.anchored = _anchored_requests(self.requests, anchored)
+        # no longer than the requests above, which fit into any engine that can serve the run
+        longest = max(len(request.token_ids) for request in self.requests) + sampling.max_tokens
+        self.contexts = CanaryRecorder(
+            policy, prompts, logprob_mode=logprob_mode, max_length=longest
+        )
+        self.watch = ArrivalWatch()
 
     def at_start(self, version: int) -> None:
         """Check before the first rollout, unless the canary is switched off."""
@@ -108,11 +117,14 @@ class Canary:
 
     def check(self, version: int) -> dict[str, float]:
         """Return the differences of log-probs; raises CanaryError beyond the tolerance."""
-        completions = self.engine.generate([*self.requests, *self.anchored])
+        completions = self.engine.generate(
+            [*self.requests, *self.anchored, *self.contexts.requests]
+        )
         num_plain = len(self.requests) * NUM_SAMPLES
+        num_judged = num_plain + len(self.anchored) * NUM_SAMPLES
         parts = [(self.requests, completions[:num_plain])]
         if self.anchored:
-            parts.append((self.anchored, completions[num_plain:]))
+            parts.append((self.anchored, completions[num_plain:num_judged]))
         metrics: dict[str, float] = {}
         for requests, answers in parts:
             metrics |= _judge(
@@ -122,6 +134,8 @@ class Canary:
                 version=version,
                 of_anchor=requests is self.anchored,
             )
+        sampled = self.contexts.record(version).sample(completions[num_judged:])
+        self.watch.check(sampled, completions[0].provenance)
         return metrics
 
     def _difference(
@@ -156,15 +170,32 @@ class CanaryReference:
     """for the same contexts; empty where no anchor is recorded"""
     logp: Tensor
     """[contexts, V] float32 in host memory"""
+    weights: list[Tensor]
+    """some rows of the trainer's weights"""
 
-    def check(self, engine: RolloutEngine) -> dict[str, float]:
-        """Compare with an engine at this version; returns the metrics, raises CanaryError."""
+    def check(self, engine: RolloutEngine, watch: ArrivalWatch | None = None) -> dict[str, float]:
+        """Compare with an engine at this version; returns the metrics, raises CanaryError.
+
+        `watch` remembers earlier checks of the same engine.
+        """
         completions = engine.generate([*self.requests, *self.anchored])
         num_plain = len(self.requests) * TOKENS_PER_CONTEXT
         metrics = self._compare(self.requests, completions[:num_plain])
         if self.anchored:
             metrics |= self._compare(self.anchored, completions[num_plain:])
+        if watch is not None:
+            watch.check(self.sample(completions[:num_plain]), completions[0].provenance)
         return metrics
+
+    def sample(self, completions: Sequence[Completion]) -> ContextSample:
+        """Return what an engine sampled for `requests`, beside the trainer's log-probs."""
+        contexts = [n for n in range(len(self.requests)) for _ in range(TOKENS_PER_CONTEXT)]
+        logp: dict[tuple[int, int], tuple[float, float]] = {}
+        for context, completion in zip(contexts, completions, strict=True):
+            token = int(completion.token_ids[0])
+            own = float(self.logp[context, token])
+            logp[context, token] = own, float(completion.behavior_logp[0])
+        return ContextSample(self.version, logp, self.weights)
 
     def _compare(
         self, requests: Sequence[GenerationRequest], completions: Sequence[Completion]
@@ -198,20 +229,26 @@ class CanaryRecorder:
         *,
         logprob_mode: str,
         anchored: SamplingParams | None = None,
+        max_length: int | None = None,
     ) -> None:
-        """`anchored` is the run's sampling if it records an anchor."""
+        """`anchored` is the run's sampling if it records an anchor.
+
+        `max_length` bounds a context with the token that follows it; default: the model's context.
+        """
         self.policy = policy
         sampling = SamplingParams(
             max_tokens=1, stop_token_ids=policy.stop_token_ids, logprob_mode=logprob_mode
         )
         self.requests = [
             GenerationRequest(
-                prompt_id=f"canary-{number}",
+                prompt_id=f"canary-context-{number}",
                 token_ids=context,
                 num_samples=TOKENS_PER_CONTEXT,
                 sampling=sampling,
             )
-            for number, context in enumerate(_contexts(policy, prompts))
+            for number, context in enumerate(
+                _contexts(policy, prompts, max_length or policy.context_length)
+            )
         ]
         self.anchored = _anchored_requests(self.requests, anchored)
 
@@ -229,6 +266,7 @@ class CanaryRecorder:
             requests=self.requests,
             anchored=self.anchored,
             logp=logp,
+            weights=weight_rows(policy),
         )
 
 
@@ -259,7 +297,7 @@ def _one_batch(policy: Policy, sequences: Sequence[TrainSequence]) -> MicroBatch
     return batch.to(policy.device)
 
 
-def _contexts(policy: Policy, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+def _contexts(policy: Policy, prompts: Sequence[Prompt], max_length: int) -> list[tuple[int, ...]]:
     """Return prompts, their first halves, and prompts followed by half of another prompt.
 
     After a chat template, almost any version is certain of the next token; elsewhere it is not.
@@ -269,7 +307,7 @@ def _contexts(policy: Policy, prompts: Sequence[Prompt]) -> list[tuple[int, ...]
     for tokens, other in zip(encoded, [*encoded[1:], encoded[0]], strict=True):
         half = tokens[: max(len(tokens) // 2, 1)]
         found += [tokens, half, tokens + other[: max(len(other) // 2, 1)]]
-    return [context[: policy.context_length - 1] for context in found]
+    return [context[: max_length - 1] for context in found]
 
 
 def _one_token(request: GenerationRequest, policy: Policy) -> TrainSequence:
