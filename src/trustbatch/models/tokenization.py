@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trustbatch.errors import ConfigError, first_line
+from trustbatch.errors import ConfigError, TokenizerError, first_line
 from trustbatch.types import Prompt
 
 
@@ -98,7 +98,7 @@ def encode_text(
         # the tokenizers library raises plain Exception
         if type(error) not in (Exception, UnicodeEncodeError):
             raise
-        raise ConfigError(
+        raise TokenizerError(
             f"The tokenizer of {tokenizer.name_or_path} can't encode prompt {prompt_id!r}: it has "
             f"no token for some character ({first_line(error)}): leave the prompt out, or choose "
             "another model."

@@ -19,11 +19,11 @@ from trustbatch.math_grading.extract import last_box
 from trustbatch.math_grading.grade import grade_math
 from trustbatch.math_grading.grade import prepare as prepare_math
 from trustbatch.rewards.http_client import DeadlineExceeded, InvalidResponse, RewardServer
-from trustbatch.rewards.worker import MAX_REASON_LENGTH, Outcome
 from trustbatch.tasks.base import grade_completion
-from trustbatch.types import GradeStatus, Prompt, Turn
+from trustbatch.types import Grade, GradeStatus, Prompt, Turn
 from trustbatch.utils.imports import check_object_path, load_object
 from trustbatch.utils.options import check_options, find_entry
+from trustbatch.utils.worker import MAX_REASON_LENGTH, Outcome
 
 SECRET = re.compile(r"(^|[&;])[^=]*(key|token|secret|passw|signature)[^=]*=", re.IGNORECASE)
 TOKEN = re.compile(r"[\x21-\x7e]+")
@@ -42,6 +42,8 @@ class Sample:
     """of an episode, if an environment replied"""
     is_truncated: bool = False
     """whether it ended at the token limit; an episode out of turns did not"""
+    failure: Grade | None = None
+    """why its episode could not be played to its end: no term sees it"""
 
 
 class Term:

@@ -32,7 +32,9 @@ from trustbatch.tasks.countdown import Countdown
 from trustbatch.tasks.curriculum import Curriculum
 from trustbatch.tasks.derail import Derail
 from trustbatch.tasks.environments.calculator import Calculator
+from trustbatch.tasks.environments.gem import Gem
 from trustbatch.tasks.environments.guess_number import GuessNumber
+from trustbatch.tasks.environments.live import LiveEnvironment
 from trustbatch.tasks.filters import fit_task, without_overlap
 from trustbatch.tasks.mixture import Mixture
 from trustbatch.tasks.problems import ProblemTask
@@ -55,6 +57,8 @@ TASKS: dict[str, Any] = {
     "mixture": Mixture,
     "guess_number": GuessNumber,
     "calculator": Calculator,
+    "environment": LiveEnvironment,
+    "gem": Gem,
 }
 
 

@@ -29,6 +29,12 @@ def check_object_path(path: str) -> None:
         )
 
 
+def require_package(package: str, *, extra: str, what: str) -> None:
+    """Refuse what needs a package that is not installed, without importing it."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{what} needs a package: pip install 'trustbatch[{extra}]'.")
+
+
 def load_object(path: str, *, private: bool = False) -> Any:
     """Import the object; raises ImportError with one sentence that says what to change.
 
