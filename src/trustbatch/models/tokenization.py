@@ -23,6 +23,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[i
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     """Return the text of a prompt; a chat template writes the special tokens, too."""
+    if prompt.chat.get("tools"):
+        _refuse_without_tools(tokenizer)
     if not tokenizer.chat_template:
         return f"{prompt.system}\n\n{prompt.text}" if prompt.system else prompt.text
     system = [{"role": "system", "content": prompt.system}] if prompt.system else []
@@ -34,6 +36,17 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
             **prompt.chat,  # a template ignores unknown arguments
         )
     )
+
+
+def _refuse_without_tools(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model that would never see its tools."""
+    if not tokenizer.chat_template or "tools" not in str(tokenizer.chat_template):
+        lacks = "has no chat template" if not tokenizer.chat_template else "has one without tools"
+        raise ConfigError(
+            "The task has tools, which a chat template shows to the model, and the tokenizer of "
+            f"{tokenizer.name_or_path} {lacks}: choose a model that was made for tools, or "
+            "describe them in the prompt's text."
+        )
 
 
 def count_prompt_tokens(

@@ -15,6 +15,8 @@ from trustbatch.types import Grade, Prompt, Role, RolloutGroup, Turn
 
 Reply = str | Sequence[Mapping[str, str]]
 """text, or chat messages such as {"role": "tool", "content": "42"}"""
+HELD_OUT_SEED = 1_000_003
+"""seed of endless tasks in evaluations, different from the usual seeds of training runs"""
 EpisodeKey = tuple[str, int]
 """the id of the prompt, and the number of the sample"""
 
