@@ -31,9 +31,8 @@ def said(*texts: str) -> tuple[Turn, ...]:
 def play(task: LiveEnvironment, prompt: Prompt, *texts: str, sample: int = 0) -> list[Step]:
     """Say some texts in one episode; returns a step for each."""
     key = prompt.id, sample
-    spoken = [
-        Spoken(key=key, prompt=prompt, turns=said(*texts[: n + 1])) for n in range(len(texts))
-    ]
+    heard = [said(*texts[: number + 1]) for number in range(len(texts))]
+    spoken = [Spoken(key=key, prompt=prompt, turns=turns) for turns in heard]
     steps = [task.step_sessions([each])[0] for each in spoken]
     task.end_sessions([key])
     return steps
@@ -194,7 +193,8 @@ def test_a_mixture_with_a_task_that_has_no_sessions() -> None:
         prompts = [mixture.prompt(index) for index in range(3)]
         turns = said("9")
         episodes = [Spoken(key=(each.id, 0), prompt=each, turns=turns) for each in prompts]
-        steps = {e.prompt.task: s for e, s in zip(episodes, mixture.step_sessions(episodes))}
+        labels = [each.task for each in prompts]
+        steps = dict(zip(labels, mixture.step_sessions(episodes), strict=True))
         assert steps["environment"].reward == 1.0
         assert steps["guess_number"] == Step(reply="lower")
         assert steps["arithmetic"] == Step()

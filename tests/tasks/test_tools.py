@@ -52,7 +52,7 @@ def test_schemas_have_the_form_that_chat_templates_expect() -> None:
 
 
 def test_an_argument_without_a_type_is_refused() -> None:
-    def guess(what):  # type: ignore[no-untyped-def]  # noqa: ANN
+    def guess(what):
         return what
 
     with pytest.raises(TypeError, match="annotate it with str, int, float or bool"):
@@ -66,11 +66,8 @@ def test_calls_are_read_in_their_order() -> None:
 
 
 def test_the_answers_are_tool_messages() -> None:
-    first, second = (
-        '{"name": "add", "arguments": {"a": 1}}',
-        '{"name": "add", "arguments": {"a": 5}}',
-    )
-    assert answer_tool_calls(call(first) + call(second), TOOLS) == [
+    text = "".join(call(f'{{"name": "add", "arguments": {{"a": {a}}}}}') for a in (1, 5))
+    assert answer_tool_calls(text, TOOLS) == [
         {"role": "tool", "content": "2"},
         {"role": "tool", "content": "6"},
     ]
@@ -91,7 +88,7 @@ def test_the_answers_are_tool_messages() -> None:
         ('{"name": "add", "arguments": {"a": 1, "c": 2}}', "Error: add has no argument 'c'"),
         ('{"name": "add", "arguments": {"a": "1"}}', "Error: the argument 'a' of add must be of"),
         ('{"name": "add", "arguments": {"a": true}}', "Error: the argument 'a' of add must be of"),
-        ('{"name": "divide", "arguments": {"a": 1, "by": 0}}', "Error: float division by zero"),
+        ('{"name": "divide", "arguments": {"a": 1, "by": 0}}', "Error: division by zero"),
     ],
 )
 def test_a_bad_call_is_answered_with_what_is_wrong(body: str, sentence: str) -> None:
