@@ -10,6 +10,7 @@ import pytest
 from tests.support.episode_cases import episodes, sampling_of
 
 from trustbatch.api import train_config
+from trustbatch.build.fingerprints import fingerprint_files
 from trustbatch.config import Config, parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
@@ -122,6 +123,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny_folder: Path, tmp_path: 
     for one, other in zip(whole.metrics, resumed.metrics, strict=True):
         assert {key: one[key] for key in keys} == {key: other[key] for key in keys}
     assert whole.metrics[0]["reward/failed"] == 0
+
+
+def test_an_edit_of_an_environment_is_noticed_when_a_run_resumes(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = configured(tiny_folder, tmp_path, "any", observation=f"{HERE}:observed")
+    files = fingerprint_files(config, live(), [])
+    assert [name for name in files if "live_environments" in name]
 
 
 class Adder:

@@ -17,6 +17,7 @@ from typing import Any
 
 from trustbatch.tasks.base import Reply, is_reply
 
+RESULT = ("observation", "reward", "done")
 STEP_SHAPES = (
     "(observation, reward, terminated, truncated, info), (observation, reward, done, info), "
     "{observations, reward, done}, or an object with observation, reward and done"
@@ -51,7 +52,7 @@ def start(
     if isinstance(result, tuple) and len(result) == 2:
         result, info = result
     elif hasattr(result, "observation"):
-        result = result.observation
+        (result,) = (getattr(result, name) for name in RESULT[:1])
     return _observation(result, info, as_text)
 
 
@@ -66,8 +67,8 @@ def step(environment: Any, action: Any, as_text: Callable[[Any], Any] | None) ->
         observation, reward, done, info = result
     elif isinstance(result, Mapping) and {"observations", "reward", "done"} <= result.keys():
         observation, reward, done = (result[key] for key in ("observations", "reward", "done"))
-    elif all(hasattr(result, name) for name in ("observation", "reward", "done")):
-        observation, reward, done = result.observation, result.reward, result.done
+    elif all(hasattr(result, name) for name in RESULT):
+        observation, reward, done = (getattr(result, name) for name in RESULT)
     else:
         raise TypeError(f"step returned {result!r:.80}, and should return {STEP_SHAPES}")
     is_over = bool(done) or bool(truncated)
