@@ -19,9 +19,9 @@ from grading_pairs import build_pairs, real_answers
 from math_verify import parse, verify
 
 from trustbatch.math_grading.grade import grade_math
-from trustbatch.rewards.pool import GraderPool
 from trustbatch.rewards.terms import MathTerm, PooledTerms, Sample
 from trustbatch.types import GradeStatus, Prompt
+from trustbatch.utils.worker_pool import WorkerPool
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 FILES = (
@@ -70,7 +70,7 @@ def measure_pool(num_completions: int, num_workers: int) -> None:
     grade = PooledTerms((("math", MathTerm()),))
     print(f"{num_completions} completions, {num_workers} workers on {os.cpu_count()} cores")
     for name, kind in (("whole numbers", whole_number), ("answers of all kinds", mixed)):
-        pool = GraderPool(grade, workers=num_workers, time_limit=10.0, memory_limit_gib=2.0)
+        pool = WorkerPool(grade, workers=num_workers, time_limit=10.0, memory_limit_gib=2.0)
         pool.run(samples_of(kind, num_workers))
         samples = samples_of(kind, num_completions)
         start = time.perf_counter()

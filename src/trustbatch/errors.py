@@ -24,6 +24,10 @@ class ConfigError(TrustbatchError, ValueError):
     """The configuration, or something that it refers to, cannot be used."""
 
 
+class TokenizerError(ConfigError):
+    """A text has characters for which the model has no token."""
+
+
 class RewardError(TrustbatchError):
     """A grader failed or returned something that is not a finite number."""
 

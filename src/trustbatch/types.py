@@ -132,6 +132,13 @@ class Turn:
 
     role: Role
     text: str
+    reward: float | None = None
+    """of a turn of the policy, where the environment gives a reward after each"""
+
+    def to_record(self) -> dict[str, Any]:
+        """Return plain values, without a reward where there is none."""
+        record: dict[str, Any] = {"role": str(self.role), "text": self.text}
+        return record if self.reward is None else record | {"reward": self.reward}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +176,8 @@ class Completion:
     version_logp: Tensor | None = None
     """[n] float32, the trainer's own log-probs by the version that sampled the tokens, at its
     temperature and without truncation; measured for the ledger where rollouts wait"""
+    failure: Grade | None = None
+    """why its episode could not be played to its end, so that it has no reward"""
 
     @property
     def key(self) -> tuple[str, int]:

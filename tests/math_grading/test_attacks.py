@@ -8,9 +8,9 @@ from typing import Any
 
 from tests.support.reliability import Record
 
-from trustbatch.rewards.pool import GraderPool
 from trustbatch.rewards.terms import MathTerm, PooledTerms, Sample
 from trustbatch.types import GradeStatus, Prompt
+from trustbatch.utils.worker_pool import WorkerPool
 
 ATTACKS = Path(__file__).parents[1] / "data" / "grader_attacks.jsonl"
 TIME_LIMIT = 10.0
@@ -32,7 +32,7 @@ def test_no_attack_is_rewarded_and_none_outlasts_the_deadline(reliability: Recor
     table = attacks()
     assert len({(row["completion"], row["answer"]) for row in table}) >= 140
     grade = PooledTerms((("math", MathTerm()),))
-    pool = GraderPool(grade, workers=WORKERS, time_limit=TIME_LIMIT, memory_limit_gib=2.0)
+    pool = WorkerPool(grade, workers=WORKERS, time_limit=TIME_LIMIT, memory_limit_gib=2.0)
     pool.prepare()
     samples = [
         Sample(

@@ -23,11 +23,11 @@ from trustbatch.observe.rollout_metrics import rollout_metrics
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.collect import collect
-from trustbatch.rollout.episodes import ReplyEncoder
 from trustbatch.rollout.mixture import MixedEngine, SecondPolicy
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
 from trustbatch.rollout.records import group_from_record, group_to_record
+from trustbatch.rollout.reply_tokens import ReplyEncoder
 from trustbatch.types import (
     Completion,
     FinishReason,
@@ -295,13 +295,13 @@ CHATML = (
 
 def test_a_base_models_reply_is_its_text(policy: Policy) -> None:
     encoder = ReplyEncoder.of(policy, {})
-    assert encoder.encode("12+", prompt_id="p") == tuple(policy.tokenizer.encode("12+"))
-    assert encoder.encode("", prompt_id="p") == ()
+    assert encoder.encode(["12+"], prompt_id="p") == tuple(policy.tokenizer.encode("12+"))
+    assert encoder.encode([""], prompt_id="p") == ()
 
 
 def test_a_reply_without_tokens_is_named(policy: Policy) -> None:
     with pytest.raises(ConfigError, match="can't encode prompt 'p': it has no token for some"):
-        ReplyEncoder.of(policy, {}).encode("é", prompt_id="p")
+        ReplyEncoder.of(policy, {}).encode(["é"], prompt_id="p")
 
 
 def test_later_turns_have_the_prompts_arguments_of_the_template(policy: Policy) -> None:
@@ -328,8 +328,7 @@ def test_a_chat_models_reply_stands_in_its_template(policy: Policy) -> None:
     """What follows the policy's stop token, as if the whole conversation had been rendered."""
     policy.tokenizer.chat_template = CHATML.replace("<|im_end|>", "</s>")
     encoder = ReplyEncoder.of(policy, {})
-    assert encoder.before == "\n<|im_start|>user\n"
-    assert encoder.after == "</s>\n<|im_start|>assistant\n"
+    assert encoder.between == ("\n<|im_start|>user\n", "</s>\n<|im_start|>assistant\n")
     # a template in the tiny model's own characters
     policy.tokenizer.chat_template = (
         "{% for message in messages %}{{ '*' if message.role == 'user' else '-' }}"
@@ -346,7 +345,7 @@ def test_a_chat_models_reply_stands_in_its_template(policy: Policy) -> None:
         tokenize=False,
     )
     sampled = policy.tokenizer.encode("3</s>")
-    whole = (*prompt, *sampled, *ReplyEncoder.of(policy, {}).encode("0", prompt_id="p"))
+    whole = (*prompt, *sampled, *ReplyEncoder.of(policy, {}).encode(["0"], prompt_id="p"))
     assert whole == tuple(policy.tokenizer.encode(conversation))
     (group, *_) = episodes(policy, indices=[0], num_samples=8)
     spoken = [c for c in group.completions if len(c.turns) > 1]

@@ -169,6 +169,9 @@ def _code_paths(config: Config) -> Iterable[str]:
     yield from _with_colon(config.task.name, *(options.get("exclude") or ()))
     for part in parts:
         yield from _with_colon(str(part.get("name")), *(part.get("exclude") or ()))
+    for table in (options, *parts):  # of an environment
+        named = (table.get(key) for key in ("factory", "action", "observation"))
+        yield from _with_colon(*(path for path in named if isinstance(path, str)))
     yield from _with_colon(config.objective.name)
     for term in config.reward.terms:
         if isinstance(path := term.options.get("path"), str):

@@ -25,6 +25,7 @@ from trustbatch.observe.run_folder import RunFolder, describe_environment
 from trustbatch.plan.shortage import memory_advice
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.engine import RolloutEngine
+from trustbatch.tasks.base import close_task
 from trustbatch.utils.distributed import num_ranks, this_rank
 
 
@@ -70,9 +71,11 @@ class InTrainingEvaluation:
         return metrics | {"time/evaluation_seconds": time.perf_counter() - start}
 
     def close(self) -> None:
-        """End the grading processes; the next evaluation restarts them."""
+        """End the processes of graders and tasks; the next evaluation restarts them."""
         for scorer in self._scorers.values():
             scorer.close()
+        for evaluated in self.suite:
+            close_task(evaluated.task)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         folder = self._open_folder(step) if this_rank() == 0 else None

@@ -11,6 +11,7 @@ from trustbatch.rollout.collect import collect
 from trustbatch.rollout.config import MAX_TURNS
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import Task
+from trustbatch.tasks.base import close_task
 from trustbatch.types import RolloutGroup, SamplingParams
 
 
@@ -61,6 +62,7 @@ def evaluate(
         say(f"{len(groups)}/{num_prompts} prompts")
     with contextlib.closing(Scorer(task)) as scorer:
         per_prompt = rewards_of(scorer.score(groups)).nanmean(dim=1)
+    close_task(task)
     per_prompt = per_prompt[~per_prompt.isnan()]  # drop prompts without a grade
     deviation = float(per_prompt.std()) if len(per_prompt) > 1 else math.nan
     return EvaluationResult(

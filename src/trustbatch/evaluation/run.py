@@ -25,6 +25,7 @@ from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.rollout.registry import engine_info
+from trustbatch.tasks.base import close_task
 from trustbatch.utils.terminal import LiveLine
 
 OpenEngine = Callable[[Config, Policy], RolloutEngine]
@@ -142,6 +143,7 @@ class ModelEvaluator:
                         progress.update([folder.add(record) for record in records])
                 finally:
                     scorer.close()
+                    close_task(task.task)
         finally:
             engine.close()
 

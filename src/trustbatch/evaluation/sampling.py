@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, TextIO
 
 from trustbatch.evaluation.results import ProblemOutcome
@@ -77,7 +77,7 @@ def _record(task: str, group: RolloutGroup) -> dict[str, Any]:
 def _sample(completion: Completion, grade: Grade) -> dict[str, Any]:
     return {
         "text": completion.text,
-        **({"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}),
+        **({"turns": [turn.to_record() for turn in completion.turns]} if completion.turns else {}),
         "tokens": completion.num_sampled,
         "finish_reason": str(completion.finish_reason),
         "status": str(grade.status),

@@ -10,14 +10,12 @@ from typing import Any
 
 from trustbatch.errors import ConfigError
 from trustbatch.tasks import TASKS, Task, build_task
-from trustbatch.tasks.base import ProblemSet
+from trustbatch.tasks.base import HELD_OUT_SEED, ProblemSet
 from trustbatch.tasks.data_files import ENDINGS
 from trustbatch.tasks.data_source import is_data_path
 from trustbatch.tasks.hub_data import NotFetchedError
 from trustbatch.types import Prompt
 
-PROBLEM_SEED = 1_000_003
-"""seed of endless tasks, different from the usual seeds of training runs"""
 NUM_ENDLESS = 256
 """default number of problems of an endless task"""
 DATA_FILES = {
@@ -102,7 +100,7 @@ def load_suite(
 def _build(choice: TaskChoice, data: str | None) -> Task:
     name, options = choice.name, dict(choice.options)
     if is_data_path(name):
-        return build_task("file", seed=PROBLEM_SEED, path=name, shuffle=False, **options)
+        return build_task("file", seed=HELD_OUT_SEED, path=name, shuffle=False, **options)
     if data is not None and _has_data(name):
         file = Path(data) / f"{DATA_FILES.get(name, name)}.jsonl.gz"
         if not file.is_file():
@@ -110,7 +108,7 @@ def _build(choice: TaskChoice, data: str | None) -> Task:
         options = {"path": str(file)} | options
     elif name in TEST_SPLITS and "path" not in options:
         options = {"split": TEST_SPLITS[name]} | options
-    return build_task(name, seed=PROBLEM_SEED, **options)
+    return build_task(name, seed=HELD_OUT_SEED, **options)
 
 
 def _has_data(name: str) -> bool:

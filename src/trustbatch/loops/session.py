@@ -15,6 +15,7 @@ from trustbatch.observe.run_folder import RunFolder
 from trustbatch.rewards import GroupScorer
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.tasks import Task
+from trustbatch.tasks.base import close_task
 from trustbatch.training.canary import Canary
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
@@ -63,6 +64,7 @@ class Session:
         """End all processes of the run, and let others use its folder."""
         self.checkpointer.close()
         self.scorer.close()
+        close_task(self.task)
         self.evaluation.close()
         self.engine.close()
         self.run.close()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trustbatch.errors import ConfigError, first_line
+from trustbatch.errors import ConfigError, TokenizerError, first_line
 from trustbatch.types import Prompt
 
 
@@ -23,6 +23,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[i
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     """Return the text of a prompt; a chat template writes the special tokens, too."""
+    if prompt.chat.get("tools"):
+        _refuse_without_tools(tokenizer)
     if not tokenizer.chat_template:
         earlier = [message["content"] for message in prompt.history]
         return "\n\n".join([*filter(None, [prompt.system]), *earlier, prompt.text])
@@ -35,6 +37,17 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
             **prompt.chat,  # a template ignores unknown arguments
         )
     )
+
+
+def _refuse_without_tools(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model that would never see its tools."""
+    if not tokenizer.chat_template or "tools" not in str(tokenizer.chat_template):
+        lacks = "has no chat template" if not tokenizer.chat_template else "has one without tools"
+        raise ConfigError(
+            "The task has tools, which a chat template shows to the model, and the tokenizer of "
+            f"{tokenizer.name_or_path} {lacks}: choose a model that was made for tools, or "
+            "describe them in the prompt's text."
+        )
 
 
 def count_prompt_tokens(
@@ -99,7 +112,7 @@ def encode_text(
         # the tokenizers library raises plain Exception
         if type(error) not in (Exception, UnicodeEncodeError):
             raise
-        raise ConfigError(
+        raise TokenizerError(
             f"The tokenizer of {tokenizer.name_or_path} can't encode prompt {prompt_id!r}: it has "
             f"no token for some character ({first_line(error)}): leave the prompt out, or choose "
             "another model."

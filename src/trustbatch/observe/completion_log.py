@@ -93,7 +93,7 @@ def readable_record(
         record["tokens_by_version"] = Counter(completion.version_of_token.tolist())
     if completion.turns:
         record["environment_tokens"] = len(completion.token_ids) - num_sampled
-        record["turns"] = [asdict(turn) for turn in completion.turns]
+        record["turns"] = [turn.to_record() for turn in completion.turns]
     return record
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trustbatch.rewards.worker import MAX_REASON_LENGTH, Outcome
-from trustbatch.types import GradeStatus, Prompt, Turn
+from trustbatch.types import Grade, GradeStatus, Prompt, Turn
+from trustbatch.utils.worker import MAX_REASON_LENGTH, Outcome
 
 LARGEST_REWARD = 1e12
 """beyond it, a mean or a standard deviation over a batch would lose the other rewards"""
@@ -23,6 +23,8 @@ class Sample:
     """of an episode, if an environment replied"""
     is_truncated: bool = False
     """whether it ended at the token limit; an episode out of turns did not"""
+    failure: Grade | None = None
+    """why its episode could not be played to its end: no term sees it"""
 
 
 class Term:

@@ -18,8 +18,8 @@ from trustbatch.rewards.base import Sample, ServerTerm, failure, is_finite
 from trustbatch.rewards.http_client import DeadlineExceeded, InvalidResponse, JsonServer
 from trustbatch.rewards.reply_cache import ReplyCache
 from trustbatch.rewards.servers import check_server
-from trustbatch.rewards.worker import Outcome
 from trustbatch.types import GradeStatus
+from trustbatch.utils.worker import Outcome
 
 PLACES = re.compile(r"\{(problem|answer|completion)\}")
 NUMBER = r"(-?\d+(?:\.\d+)?)"

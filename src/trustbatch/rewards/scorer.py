@@ -21,14 +21,14 @@ from trustbatch.rewards.base import BatchTerm, Sample, ServerTerm, Term, is_fini
 from trustbatch.rewards.config import RewardConfig
 from trustbatch.rewards.functions import BatchFunctionTerm
 from trustbatch.rewards.judge import JudgeTerm
-from trustbatch.rewards.pool import GraderPool, NotPortable
 from trustbatch.rewards.terms import OverlongTerm, PooledTerms, TaskTerm
-from trustbatch.rewards.worker import Outcome, describe, run_grader
 from trustbatch.tasks.base import Task
 from trustbatch.tasks.rows import or_leave_out
 from trustbatch.types import FinishReason, Grade, GradeStatus, RolloutGroup
 from trustbatch.utils.distributed import on_rank_zero
 from trustbatch.utils.terminal import plain_line
+from trustbatch.utils.worker import Outcome, describe, run_grader
+from trustbatch.utils.worker_pool import NotPortable, Words, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Scorer:
         self.task = task
         self.reward = RewardConfig() if reward is None else reward
         self._terms = _build_terms(task, self.reward, max_tokens, folder)
-        self._pools: dict[str, GraderPool] = {}
+        self._pools: dict[str, WorkerPool] = {}
         self._graded_in_process: set[str] = set()
         self._ungraded_batches = 0
 
@@ -77,14 +77,13 @@ class Scorer:
     def grade(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Grade every completion; `report` then logs what could not be graded.
 
-        If `reward.truncated` is "leave_out", no term sees truncated completions: a function of the
-        whole batch compares only the others.
+        No term sees episodes that failed, nor, if `reward.truncated` is "leave_out", truncated
+        completions: a function of the whole batch compares only the others.
         """
-        samples = [sample for sample in _samples(groups) if not self._is_left_out(sample)]
-        rest = iter(self._grades(samples))
-        grades = iter(
-            _LEFT_OUT if self._is_left_out(sample) else next(rest) for sample in _samples(groups)
-        )
+        decided = [self._decided(sample) for sample in _samples(groups)]
+        pairs = zip(_samples(groups), decided, strict=True)
+        rest = iter(self._grades([sample for sample, grade in pairs if grade is None]))
+        grades = iter(next(rest) if grade is None else grade for grade in decided)
         return [
             replace(group, grades=tuple(next(grades) for _ in group.completions))
             for group in groups
@@ -114,8 +113,12 @@ class Scorer:
             pool.close()
         self._pools.clear()
 
-    def _is_left_out(self, sample: Sample) -> bool:
-        return sample.is_truncated and self.reward.truncated == "leave_out"
+    def _decided(self, sample: Sample) -> Grade | None:
+        """Return the grade of a sample that no term sees; None for the others."""
+        if sample.failure is not None:
+            return self._ungraded(sample.failure.status, sample.failure.reason)
+        is_left_out = sample.is_truncated and self.reward.truncated == "leave_out"
+        return _LEFT_OUT if is_left_out else None
 
     def _grades(self, samples: Sequence[Sample]) -> list[Grade]:
         """Evaluate all terms, and return their weighted sum per sample."""
@@ -158,17 +161,15 @@ class Scorer:
         if name not in self._graded_in_process:
             try:
                 if name not in self._pools:
-                    self._pools[name] = GraderPool(
+                    self._pools[name] = WorkerPool(
                         grade,
                         workers=self.reward.workers or os.cpu_count() or 1,
                         time_limit=time_limit,
                         memory_limit_gib=self.reward.memory_limit_gib,
                         environment=self.reward.environment,
-                        limit_name=(
-                            "reward.time_limit"
-                            if isinstance(grade, PooledTerms)
-                            else f"time_limit of the term {name.removeprefix('batch:')}"
-                        ),
+                        words=Words()
+                        if isinstance(grade, PooledTerms)
+                        else Words(limit=f"time_limit of the term {name.removeprefix('batch:')}"),
                     )
                 if not items:
                     self._pools[name].prepare()
@@ -268,6 +269,7 @@ def _samples(groups: Sequence[RolloutGroup]) -> list[Sample]:
             num_tokens=len(completion.token_ids),
             turns=completion.turns,
             is_truncated=completion.finish_reason is FinishReason.LENGTH,
+            failure=completion.failure,
         )
         for group in groups
         for completion in group.completions

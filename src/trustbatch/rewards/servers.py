@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from trustbatch.rewards.base import Sample, ServerTerm, failure, is_finite
 from trustbatch.rewards.functions import texts_of
 from trustbatch.rewards.http_client import DeadlineExceeded, InvalidResponse, RewardServer
-from trustbatch.rewards.worker import Outcome
 from trustbatch.types import GradeStatus
+from trustbatch.utils.worker import Outcome
 
 SECRET = re.compile(r"(^|[&;])[^=]*(key|token|secret|passw|signature)[^=]*=", re.IGNORECASE)
 TOKEN = re.compile(r"[\x21-\x7e]+")

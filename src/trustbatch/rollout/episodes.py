@@ -4,38 +4,38 @@ All episodes sample their next turn in one call of the engine. A turn's random n
 prompt, sample and turn, so an episode does not depend on which others are still running.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from trustbatch.errors import ConfigError, ReplyError
+from trustbatch.errors import ReplyError, TokenizerError
 from trustbatch.models.policy import Policy
-from trustbatch.models.tokenization import encode_text
 from trustbatch.rollout.engine import RolloutEngine
-from trustbatch.tasks.base import Environment
+from trustbatch.rollout.reply_tokens import ReplyEncoders, text_of
+from trustbatch.tasks.base import EpisodeKey, Reply, Spoken, Step, Task, is_reply, is_stateful
 from trustbatch.tasks.rows import or_leave_out
 from trustbatch.types import (
     Completion,
     FinishReason,
     GenerationRequest,
+    Grade,
     Prompt,
     Role,
     RolloutGroup,
     SamplingParams,
     Turn,
 )
-
-_POLICY, _REPLY = "POLICY-TURN", "ENVIRONMENT-TURN"
+from trustbatch.utils.distributed import on_rank_zero, this_rank
 
 
 def play(
     engine: RolloutEngine,
     policy: Policy,
-    environment: Environment,
+    environment: Task,
     groups: Sequence[RolloutGroup],
     *,
     sampling: SamplingParams,
@@ -49,87 +49,53 @@ def play(
         [Episode(group.prompt, group.prompt_token_ids, [first]) for first in group.completions]
         for group in groups
     ]
-    encoders = _Encoders(policy)
-    running = [episode for of_group in episodes for episode in of_group]
-    for turn in range(1, max_turns + 1):
-        # on every rank: a reply is a pure function of the conversation
-        replies = [_reply_to(episode, environment) for episode in running]
-        for episode, text in zip(running, replies, strict=True):
-            if text is None:
-                episode.finish_reason = episode.last_turn.finish_reason
-            elif turn == max_turns:
-                episode.finish_reason = FinishReason.TURNS
-            else:
-                reply = _encoded(text, episode.prompt, encoders, environment)
-                episode.add_reply(reply, max_tokens=sampling.max_tokens)
-        running = [episode for episode in running if episode.finish_reason is None]
-        if not running:
-            break
-        requests = [episode.next_request(sampling, turn) for episode in running]
-        for episode, completion in zip(running, engine.generate(requests), strict=True):
-            episode.parts.append(completion)
+    encoders = ReplyEncoders(policy)
+    waiting = deque(episode for of_group in episodes for episode in of_group)
+    limit = environment.max_sessions if is_stateful(environment) else len(waiting)
+    running: list[Episode] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < limit:
+                running.append(waiting.popleft())
+            for episode, step in zip(running, _steps(running, environment), strict=True):
+                _take(episode, step, encoders, environment, sampling, max_turns)
+            _end_sessions(environment, [each for each in running if not each.is_running])
+            running = [episode for episode in running if episode.is_running]
+            requests = [episode.next_request(sampling) for episode in running]
+            completions = engine.generate(requests) if requests else []
+            for episode, completion in zip(running, completions, strict=True):
+                episode.parts.append(completion)
+    finally:
+        _end_sessions(environment, running)
     return [
         replace(group, completions=tuple(episode.completion() for episode in of_group))
         for group, of_group in zip(groups, episodes, strict=True)
     ]
 
 
-@dataclass(frozen=True)
-class ReplyEncoder:
-    """Tokenizes replies, with what a chat template writes between two turns of the policy.
-
-    The policy's tokens stay as they were sampled, including its stop token; they are never
-    tokenized again. Example: with the tokens of ChatML, the reply "higher" becomes
-    those of "\\n<|im_start|>user\\nhigher<|im_end|>\\n<|im_start|>assistant\\n".
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    before: str
-    after: str
-
-    @classmethod
-    def of(cls, policy: Policy, chat: Mapping[str, Any]) -> "ReplyEncoder":
-        """Render a conversation to find what the template writes; a base model has no template.
-
-        `chat` holds the prompt's arguments of the template, such as enable_thinking.
-        """
-        tokenizer = policy.tokenizer
-        if not tokenizer.chat_template:
-            return cls(tokenizer, "", "")
-        messages = [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": _POLICY},
-            {"role": "user", "content": _REPLY},
-        ]
-        text = str(
-            tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **chat
-            )
-        )
-        _, policy_spoke, rest = text.partition(_POLICY)
-        before, replied, after = rest.partition(_REPLY)
-        if not policy_spoke or not replied:
-            raise ConfigError(
-                f"The chat template of {policy.name} does not contain the text of earlier turns: "
-                "set rollout.max_turns = 1, or use another template."
-            )
-        return cls(tokenizer, _after_stop(before, policy), after)
-
-    def encode(self, reply: str, *, prompt_id: str) -> tuple[int, ...]:
-        """Return the tokens between the policy's stop token and its next turn."""
-        text = f"{self.before}{reply}{self.after}"
-        return encode_text(self.tokenizer, text, prompt_id=prompt_id, add_special_tokens=False)
-
-
-def _after_stop(text: str, policy: Policy) -> str:
-    """Remove the end of the policy's turn, since it has sampled a stop token itself."""
-    stops = policy.tokenizer.convert_ids_to_tokens(list(policy.stop_token_ids))
-    ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
-    return text[min(ends, default=0) :]
+def _take(
+    episode: "Episode",
+    step: Step,
+    encoders: ReplyEncoders,
+    environment: Task,
+    sampling: SamplingParams,
+    max_turns: int,
+) -> None:
+    """Add what the environment made of the policy's last turn, or end the episode."""
+    episode.rewards.append(step.reward)
+    episode.failure = step.failure
+    if step.reply is None:
+        ended = FinishReason.TURNS if step.truncated else episode.last_turn.finish_reason
+        episode.finish_reason = ended
+    elif episode.num_turns == max_turns:
+        episode.finish_reason = FinishReason.TURNS
+    else:
+        reply = _encoded(step.reply, episode.prompt, encoders, environment)
+        episode.add_reply(reply, max_tokens=sampling.max_tokens)
 
 
 @dataclass(frozen=True)
-class Reply:
+class EncodedReply:
     """A turn of the environment."""
 
     text: str
@@ -137,30 +103,16 @@ class Reply:
     """[n] int64"""
 
 
-class _Encoders:
-    """One encoder per set of the prompts' chat template arguments."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._known: dict[str, ReplyEncoder] = {}
-
-    def encode(self, reply: str, prompt: Prompt) -> Tensor:
-        """Return the tokens [n] of a reply."""
-        key = repr(sorted(prompt.chat.items()))
-        if key not in self._known:
-            self._known[key] = ReplyEncoder.of(self._policy, prompt.chat)
-        token_ids = self._known[key].encode(reply, prompt_id=prompt.id)
-        return torch.tensor(token_ids, dtype=torch.int64)
-
-
-def _encoded(text: str, prompt: Prompt, encoders: _Encoders, environment: Environment) -> Reply:
+def _encoded(
+    reply: Reply, prompt: Prompt, encoders: ReplyEncoders, environment: Task
+) -> EncodedReply:
     try:
-        return Reply(text, encoders.encode(text, prompt))
-    except ConfigError as error:
+        return EncodedReply(text_of(reply), encoders.encode(reply, prompt))
+    except TokenizerError as error:
         raise ReplyError(
-            f"The environment {environment.name} replied {text[:80]!a} on prompt {prompt.id!r}, "
-            "which the model's tokenizer can't encode: make it reply in characters that have "
-            f"tokens{or_leave_out(environment, prompt)}."
+            f"The environment {environment.name} replied {text_of(reply)[:80]!a} on prompt "
+            f"{prompt.id!r}, which the model's tokenizer can't encode: make it reply in characters "
+            f"that have tokens{or_leave_out(environment, prompt)}."
         ) from error
 
 
@@ -170,10 +122,30 @@ class Episode:
 
     prompt: Prompt
     prompt_token_ids: tuple[int, ...]
-    parts: list[Completion | Reply]
+    parts: list[Completion | EncodedReply]
     """a turn of the policy, a reply, a turn, and so on"""
+    rewards: list[float | None] = field(default_factory=list)
+    """of the policy's turns, where the environment gives them"""
+    failure: Grade | None = None
     finish_reason: FinishReason | None = None
     """None while it is running"""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the policy has another turn."""
+        return self.finish_reason is None
+
+    @property
+    def key(self) -> EpisodeKey:
+        """The id of the prompt, and the number of the sample."""
+        first = self.parts[0]
+        assert isinstance(first, Completion)
+        return first.key
+
+    @property
+    def num_turns(self) -> int:
+        """The policy's turns so far."""
+        return sum(isinstance(part, Completion) for part in self.parts)
 
     @property
     def last_turn(self) -> Completion:
@@ -185,11 +157,11 @@ class Episode:
     @property
     def turns(self) -> tuple[Turn, ...]:
         """All turns so far."""
+        rewards = iter(self.rewards)
         return tuple(
-            Turn(
-                role=Role.POLICY if isinstance(part, Completion) else Role.ENVIRONMENT,
-                text=part.text,
-            )
+            Turn(role=Role.POLICY, text=part.text, reward=next(rewards, None))
+            if isinstance(part, Completion)
+            else Turn(role=Role.ENVIRONMENT, text=part.text)
             for part in self.parts
         )
 
@@ -198,14 +170,14 @@ class Episode:
         """All tokens after the prompt."""
         return torch.cat([part.token_ids for part in self.parts])
 
-    def add_reply(self, reply: Reply, *, max_tokens: int) -> None:
+    def add_reply(self, reply: EncodedReply, *, max_tokens: int) -> None:
         """Add a reply, or end the episode if it leaves no tokens for the policy."""
         if len(self.token_ids) + len(reply.token_ids) < max_tokens:
             self.parts.append(reply)
         else:
             self.finish_reason = FinishReason.LENGTH
 
-    def next_request(self, sampling: SamplingParams, turn: int) -> GenerationRequest:
+    def next_request(self, sampling: SamplingParams) -> GenerationRequest:
         """Return the request for the same policy's next turn, with the remaining tokens."""
         first, token_ids = self.parts[0], self.token_ids.tolist()
         assert isinstance(first, Completion)
@@ -215,7 +187,7 @@ class Episode:
             num_samples=1,
             first_sample=first.sample,
             sampling=replace(sampling, max_tokens=sampling.max_tokens - len(token_ids)),
-            turn=turn,
+            turn=self.num_turns,
             policy=first.provenance.policy,
         )
 
@@ -240,6 +212,7 @@ class Episode:
             versions=self._versions(),
             sampled=torch.cat(is_sampled) if len(is_sampled) > 1 else None,
             turns=self.turns,
+            failure=self.failure,
         )
 
     def _versions(self) -> Tensor | None:
@@ -269,22 +242,42 @@ class Episode:
         return torch.cat(recorded)
 
 
-def _reply_to(episode: Episode, environment: Environment) -> str | None:
+def _steps(episodes: Sequence[Episode], environment: Task) -> list[Step]:
+    """Return what the environment makes of the last turns; a turn that was cut ends its episode."""
+    spoken = {
+        number: Spoken(key=episode.key, prompt=episode.prompt, turns=episode.turns)
+        for number, episode in enumerate(episodes)
+        if episode.last_turn.finish_reason is not FinishReason.LENGTH
+    }
+    if is_stateful(environment):
+        found = on_rank_zero(lambda: environment.step_sessions(list(spoken.values())))
+    else:  # on every rank: a reply is a pure function of the conversation
+        found = [_reply_to(each, environment) for each in spoken.values()]
+    steps = dict(zip(spoken, found, strict=True))
+    return [steps.get(number, Step()) for number in range(len(episodes))]
+
+
+def _end_sessions(environment: Task, episodes: Sequence[Episode]) -> None:
+    # not collective: after an error, other ranks may be elsewhere
+    if is_stateful(environment) and episodes and this_rank() == 0:
+        environment.end_sessions([episode.key for episode in episodes])
+
+
+def _reply_to(spoken: Spoken, environment: Any) -> Step:
     """Return the environment's reply to the policy's last turn; None ends the episode."""
-    if episode.last_turn.finish_reason is FinishReason.LENGTH:
-        return None
-    prompt = episode.prompt
+    prompt = spoken.prompt
     try:
-        reply = environment.reply(prompt, episode.turns)
+        reply = environment.reply(prompt, spoken.turns)
     except Exception as error:  # a user's code may raise anything; the cause stays attached
         raise ReplyError(
             f"The environment {environment.name} failed to reply on prompt {prompt.id!r} with "
             f"{type(error).__name__}: {error}; fix it{or_leave_out(environment, prompt)}, and the "
             "same command continues the run."
         ) from error
-    if reply is not None and not isinstance(reply, str):
+    if reply is not None and not is_reply(reply):
         raise ReplyError(
             f"The environment {environment.name} replied {reply!r} on prompt {prompt.id!r}: make "
-            f"`reply` return text, or None to end the episode{or_leave_out(environment, prompt)}."
+            "`reply` return text, chat messages, or None to end the episode"
+            f"{or_leave_out(environment, prompt)}."
         )
-    return reply
+    return Step(reply=reply)

@@ -18,6 +18,9 @@ from trustbatch.types import (
     Turn,
 )
 
+NESTED = ("provenance", "turns", "failure")
+"""fields of a completion that are objects"""
+
 
 def group_to_record(group: RolloutGroup) -> dict[str, Any]:
     """Return JSON values from which the group can be restored bit for bit.
@@ -39,29 +42,33 @@ def group_from_record(record: dict[str, Any]) -> RolloutGroup:
         prompt=Prompt(**{**prompt, "history": tuple(prompt.get("history", ()))}),
         prompt_token_ids=tuple(record["prompt_token_ids"]),
         completions=tuple(_completion_from_record(item) for item in record["completions"]),
-        grades=tuple(
-            Grade(**{**grade, "status": GradeStatus(grade["status"])}) for grade in record["grades"]
-        ),
+        grades=tuple(_grade_from_record(grade) for grade in record["grades"]),
     )
+
+
+def _grade_from_record(record: dict[str, Any]) -> Grade:
+    return Grade(**{**record, "status": GradeStatus(record["status"])})
 
 
 def _completion_to_record(completion: Completion) -> dict[str, Any]:
     record = {
         name: value.tolist() if isinstance(value, Tensor) else value
         for name in Completion.__slots__
-        if name not in ("provenance", "turns") and (value := getattr(completion, name)) is not None
+        if name not in NESTED and (value := getattr(completion, name)) is not None
     }
-    return record | {
+    record |= {
         "provenance": asdict(completion.provenance),
-        "turns": [asdict(turn) for turn in completion.turns],
+        "turns": [turn.to_record() for turn in completion.turns],
     }
+    failure = completion.failure
+    return record if failure is None else record | {"failure": asdict(failure)}
 
 
 def _completion_from_record(record: dict[str, Any]) -> Completion:
     top_ids, top_logp = record.get("top_token_ids"), record.get("behavior_top_logp")
     anchor_logp, anchor_top = record.get("anchor_logp"), record.get("anchor_top_logp")
     sampled, versions = record.get("sampled"), record.get("versions")
-    version_logp = record.get("version_logp")
+    version_logp, failure = record.get("version_logp"), record.get("failure")
     return Completion(
         prompt_id=record["prompt_id"],
         sample=record["sample"],
@@ -76,8 +83,9 @@ def _completion_from_record(record: dict[str, Any]) -> Completion:
         text=record["text"],
         sampled=None if sampled is None else torch.tensor(sampled, dtype=torch.bool),
         turns=tuple(
-            Turn(role=Role(turn["role"]), text=turn["text"]) for turn in record.get("turns", ())
+            Turn(**{**turn, "role": Role(turn["role"])}) for turn in record.get("turns", ())
         ),
         versions=None if versions is None else torch.tensor(versions, dtype=torch.int32),
         version_logp=None if version_logp is None else torch.tensor(version_logp),
+        failure=None if failure is None else _grade_from_record(failure),
     )

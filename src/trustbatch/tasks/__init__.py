@@ -32,10 +32,13 @@ from trustbatch.tasks.countdown import Countdown
 from trustbatch.tasks.curriculum import Curriculum
 from trustbatch.tasks.derail import Derail
 from trustbatch.tasks.environments.calculator import Calculator
+from trustbatch.tasks.environments.gem import Gem
 from trustbatch.tasks.environments.guess_number import GuessNumber
+from trustbatch.tasks.environments.live import LiveEnvironment
 from trustbatch.tasks.filters import fit_task, without_overlap
 from trustbatch.tasks.mixture import Mixture
 from trustbatch.tasks.problems import ProblemTask
+from trustbatch.tasks.reasoning_gym import ReasoningGym
 from trustbatch.utils.imports import load_object
 from trustbatch.utils.options import check_options, find_entry, option_names, refuse_unknown
 
@@ -55,6 +58,9 @@ TASKS: dict[str, Any] = {
     "mixture": Mixture,
     "guess_number": GuessNumber,
     "calculator": Calculator,
+    "reasoning_gym": ReasoningGym,
+    "environment": LiveEnvironment,
+    "gem": Gem,
 }
 
 
@@ -73,6 +79,7 @@ def build_task(name: str, *, seed: int, **options: Any) -> Task:
         check_options(make, options, what=f"task {name}", table="task", hidden=GIVEN)
         seeded = {"seed": seed} if "seed" in option_names(make) else {}
         task = make(**seeded, **options)
+        task = getattr(task, "bounded", lambda task=task: task)()
     if ":" in name:
         check_task(task)
     if curriculum is None:

@@ -6,11 +6,19 @@ implements `Environment` replies to completions, and episodes have several turns
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeGuard, runtime_checkable
 
 from trustbatch.errors import ConfigError
 from trustbatch.tasks.rows import PromptChecks
-from trustbatch.types import Prompt, Role, RolloutGroup, Turn
+from trustbatch.types import Grade, Prompt, Role, RolloutGroup, Turn
+
+Reply = str | Sequence[Mapping[str, str]]
+"""text, or chat messages such as {"role": "tool", "content": "42"}"""
+HELD_OUT_SEED = 1_000_003
+"""seed of endless tasks in evaluations, different from the usual seeds of training runs"""
+EpisodeKey = tuple[str, int]
+"""the id of the prompt, and the number of the sample"""
 
 
 class Task(Protocol):
@@ -43,13 +51,55 @@ class Environment(Task, Protocol):
     never graded. To grade the whole episode, implement `GradesTurns`.
     """
 
-    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> Reply | None:
         """Reply to the policy's last turn, or return None to end the episode.
 
         Must be a pure function of the conversation: many episodes run at a time, and a resumed run
         replays some of them. It runs in the training process while all episodes wait, so keep it
         fast.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoken:
+    """An episode in which the policy has just spoken."""
+
+    key: EpisodeKey
+    prompt: Prompt
+    turns: Sequence[Turn]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What an environment makes of the policy's last turn."""
+
+    reply: Reply | None = None
+    """None ends the episode"""
+    reward: float | None = None
+    truncated: bool = False
+    """whether the environment ended the episode before its own end, such as at a limit of turns"""
+    failure: Grade | None = None
+    """why the episode can't be played on"""
+
+
+class StatefulEnvironment(Task, Protocol):
+    """A task that keeps a live session per episode, instead of replying from the turns alone.
+
+    A session begins with the first call for a key. Sessions live on rank 0.
+    """
+
+    @property
+    def max_sessions(self) -> int:
+        """How many episodes are played at a time."""
+        ...
+
+    def step_sessions(self, episodes: Sequence[Spoken]) -> list[Step]:
+        """Pass the policy's last turns to the sessions, all at the same time."""
+        ...
+
+    def end_sessions(self, keys: Collection[EpisodeKey]) -> None:
+        """End the sessions of episodes that are over, or given up."""
         ...
 
 
@@ -142,12 +192,37 @@ def is_environment(task: Any) -> TypeGuard[Environment]:
     A task made of others always has `reply`; its own `is_environment` says whether any of them
     replies.
     """
-    return hasattr(task, "reply") and bool(getattr(task, "is_environment", True))
+    replies = hasattr(task, "reply") and bool(getattr(task, "is_environment", True))
+    return replies or is_stateful(task)
 
 
-def reply_to(task: Any, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+def is_stateful(task: Any) -> TypeGuard[StatefulEnvironment]:
+    """Whether a task has live sessions; a task made of others says whether any of them has."""
+    return hasattr(task, "step_sessions") and bool(getattr(task, "is_stateful", True))
+
+
+def reply_to(task: Any, prompt: Prompt, turns: Sequence[Turn]) -> Reply | None:
     """Return a task's reply; None if it is not an environment."""
     return task.reply(prompt, turns) if is_environment(task) else None
+
+
+def is_reply(value: Any) -> bool:
+    """Whether a value is text, or a list of chat messages with text."""
+    if isinstance(value, str):
+        return True
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in value
+    )
+
+
+def close_task(task: Any) -> None:
+    """End the processes of a task that has any."""
+    getattr(task, "close", lambda: None)()
 
 
 def grade_completion(

@@ -15,7 +15,9 @@ from trustbatch.tasks.base import (
     ProblemSet,
     ReadsDataSets,
     ReadsFiles,
+    Reply,
     Task,
+    close_task,
     grade_completion,
     is_environment,
     reply_to,
@@ -93,7 +95,7 @@ class Curriculum:
         """Whether the task is an environment."""
         return is_environment(self.task)
 
-    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> Reply | None:
         """Return the task's reply, if it is an environment."""
         return reply_to(self.task, prompt, turns)
 
@@ -132,6 +134,10 @@ class Curriculum:
             return True
         samples, passes = self.counts[problem.id]
         return self.low <= passes / samples <= self.high
+
+    def close(self) -> None:
+        """End the task's processes."""
+        close_task(self.task)
 
     def statements(self) -> Collection[str]:
         """Return the task's problems as they are in the data."""

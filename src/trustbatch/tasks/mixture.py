@@ -9,13 +9,19 @@ from fractions import Fraction
 from typing import Any, Self
 
 from trustbatch.tasks.base import (
+    EpisodeKey,
     FilteredTask,
     LearningTask,
     ReadsDataSets,
     ReadsFiles,
+    Reply,
+    Spoken,
+    Step,
     Task,
+    close_task,
     grade_completion,
     is_environment,
+    is_stateful,
     reply_to,
 )
 from trustbatch.tasks.rows import PromptChecks, RowOrigin, RowTask
@@ -43,28 +49,18 @@ class Mixture:
     name: str = "mixture"
     tasks: dict[str, Part] = field(init=False, repr=False, compare=False)
     """by label"""
-    pattern: list[tuple[str, int]] = field(init=False, repr=False, compare=False)
-    """per position: the label of the part, and its number of earlier positions in the pattern"""
+    rotation: "Rotation" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         tasks = _build_parts(self.parts, seed=self.seed)
-        order = even_order([part.share for part in tasks.values()])
-        labels = list(tasks)
-        turns = dict.fromkeys(labels, 0)
-        pattern = []
-        for number in order:
-            pattern.append((labels[number], turns[labels[number]]))
-            turns[labels[number]] += 1
+        rotation = Rotation({label: part.share for label, part in tasks.items()})
         object.__setattr__(self, "tasks", tasks)
-        object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "rotation", rotation)
 
     def prompt(self, index: int) -> Prompt:
         """Return the index-th prompt: the next one of the part at this position of the pattern."""
-        repeats, position = divmod(index, len(self.pattern))
-        label, turns = self.pattern[position]
-        part = self.tasks[label]
-        turns += repeats * int(part.share * len(self.pattern))
-        prompt = part.task.prompt(turns)
+        label, number = self.rotation.at(index)
+        prompt = self.tasks[label].task.prompt(number)
         # the label keeps ids of different parts distinct
         return replace(prompt, id=f"{label}:{prompt.id}", task=label)
 
@@ -77,10 +73,46 @@ class Mixture:
         """Whether a part is an environment."""
         return any(is_environment(part.task) for part in self.tasks.values())
 
-    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
+    def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> Reply | None:
         """Return the reply of the part that the prompt is from; None if it never replies."""
         task = self.tasks[prompt.task].task
         return reply_to(task, self._original(prompt), turns)
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether a part has live sessions."""
+        return any(is_stateful(part.task) for part in self.tasks.values())
+
+    @property
+    def max_sessions(self) -> int:
+        """The smallest limit of a part, so that none is exceeded."""
+        parts = [part.task for part in self.tasks.values()]
+        return min(task.max_sessions for task in parts if is_stateful(task))
+
+    def step_sessions(self, episodes: Sequence[Spoken]) -> list[Step]:
+        """Pass the last turns to the sessions of their parts; parts without sessions reply."""
+        steps: dict[EpisodeKey, Step] = {}
+        for label, part in self.tasks.items():
+            own = [each for each in episodes if each.prompt.task == label]
+            if own and is_stateful(part.task):
+                found = part.task.step_sessions(
+                    [replace(each, prompt=self._original(each.prompt)) for each in own]
+                )
+            else:
+                found = [Step(reply=self.reply(each.prompt, each.turns)) for each in own]
+            steps |= {each.key: step for each, step in zip(own, found, strict=True)}
+        return [steps[each.key] for each in episodes]
+
+    def end_sessions(self, keys: Collection[EpisodeKey]) -> None:
+        """End the sessions of all parts; each knows its own."""
+        for part in self.tasks.values():
+            if is_stateful(part.task):
+                part.task.end_sessions(keys)
+
+    def close(self) -> None:
+        """End the processes of all parts."""
+        for part in self.tasks.values():
+            close_task(part.task)
 
     def grade_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
         """Return the grade of the part that the prompt is from."""
@@ -183,6 +215,37 @@ class Mixture:
         return changed
 
 
+class Rotation:
+    """The order in which parts take turns: a pattern that repeats."""
+
+    def __init__(self, shares: Mapping[str, Fraction]) -> None:
+        labels = list(shares)
+        self._turns = dict.fromkeys(labels, 0)
+        """of each part in a pattern"""
+        self._pattern: list[tuple[str, int]] = []
+        """per position: the part, and its number of earlier positions in the pattern"""
+        for number in even_order(list(shares.values())):
+            label = labels[number]
+            self._pattern.append((label, self._turns[label]))
+            self._turns[label] += 1
+
+    def at(self, index: int) -> tuple[str, int]:
+        """Return the part whose turn it is, and how many it had before."""
+        repeats, position = divmod(index, len(self._pattern))
+        label, turns = self._pattern[position]
+        return label, turns + repeats * self._turns[label]
+
+
+def shares_of(weights: Mapping[str, float], *, where: str) -> dict[str, Fraction]:
+    """Return the shares of weights, exactly: through decimals, so that 0.1 is a tenth."""
+    for label, weight in weights.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight < math.inf:
+            raise ValueError(f"{where}.{label}.weight = {weight!r} must be above 0.")
+    exact = {label: Fraction(Decimal(str(weight))) for label, weight in weights.items()}
+    return {label: weight / sum(exact.values()) for label, weight in exact.items()}
+
+
 def even_order(shares: Sequence[Fraction]) -> list[int]:
     """Return the part at each position until the order repeats; shares add up to 1.
 
@@ -219,7 +282,9 @@ def _build_parts(parts: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, 
 
     if not isinstance(parts, Sequence) or not parts:
         raise ValueError("The task mixture needs [[task.parts]], each with a name and a weight.")
-    weights, built = [], {}
+    weights: dict[str, Any] = {}
+    built: dict[str, Task] = {}
+    shares: dict[str, Fraction] = {}
     for number, options in enumerate(parts):
         if not isinstance(options, Mapping):
             raise ValueError(f"task.parts.{number} = {options!r} must be a table with a name.")
@@ -230,13 +295,10 @@ def _build_parts(parts: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, 
         label = options.pop("label", name)
         if label in built:
             raise ValueError(f"task.parts has two parts named {label!r}: give each its own label.")
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-            raise ValueError(f"task.parts.{number}.weight = {weight!r} must be above 0.")
-        # through decimals, so that 0.1 is exactly a tenth
-        weights.append(Fraction(Decimal(str(weight))))
+        weights[str(number)] = weight
+        shares = shares_of(weights, where="task.parts")
         built[label] = build_task(name, seed=seed, **options)
-    total = sum(weights)
     return {
-        label: Part(label, task, weight / total)
-        for (label, task), weight in zip(built.items(), weights, strict=True)
+        label: Part(label, task, share)
+        for (label, task), share in zip(built.items(), shares.values(), strict=True)
     }

@@ -61,6 +61,12 @@ def given(path: str) -> Any | None:
     return None if "<lambda>" in path else _GIVEN.get(path)  # all lambdas are called the same
 
 
+def require_package(package: str, *, extra: str, what: str) -> None:
+    """Refuse what needs a package that is not installed, without importing it."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{what} needs a package: pip install 'trustbatch[{extra}]'.")
+
+
 def load_object(path: str, *, private: bool = False) -> Any:
     """Import the object; raises ImportError with one sentence that says what to change.
 

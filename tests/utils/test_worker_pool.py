@@ -13,16 +13,16 @@ import pytest
 from tests.support import pool_graders
 
 from trustbatch.errors import ConfigError, RewardError
-from trustbatch.rewards import pool as pool_module
-from trustbatch.rewards.pool import GraderPool, NotPortable
 from trustbatch.types import GradeStatus
+from trustbatch.utils import worker_pool as pool_module
+from trustbatch.utils.worker_pool import NotPortable, WorkerPool
 
 LIMIT = 1.5
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[GraderPool]:
-    found = GraderPool(pool_graders.grade, workers=2, time_limit=LIMIT, memory_limit_gib=0.5)
+def pool() -> Iterator[WorkerPool]:
+    found = WorkerPool(pool_graders.grade, workers=2, time_limit=LIMIT, memory_limit_gib=0.5)
     yield found
     found.close()
 
@@ -43,7 +43,7 @@ def gone(pids: list[int], *, within: float = 10.0) -> bool:
     return not any(map(alive, pids))
 
 
-def pids(pool: GraderPool) -> list[int]:
+def pids(pool: WorkerPool) -> list[int]:
     return [process._process.pid for process in pool._processes]
 
 
@@ -62,7 +62,7 @@ def pids(pool: GraderPool) -> list[int]:
     ],
 )
 def test_failures_have_a_status_and_a_reason(
-    pool: GraderPool, what: str, status: GradeStatus, reason: str
+    pool: WorkerPool, what: str, status: GradeStatus, reason: str
 ) -> None:
     bad, good = pool.run([what, "ok"])
     assert bad.status is status
@@ -71,16 +71,16 @@ def test_failures_have_a_status_and_a_reason(
     assert (good.status, good.value) == (GradeStatus.GRADED, 1.0)
 
 
-def test_output_of_a_grader_is_ignored(pool: GraderPool) -> None:
+def test_output_of_a_grader_is_ignored(pool: WorkerPool) -> None:
     assert [outcome.value for outcome in pool.run(["print"] * 4)] == [1.0] * 4
 
 
-def test_processes_do_not_load_torch_and_start_quickly(pool: GraderPool) -> None:
+def test_processes_do_not_load_torch_and_start_quickly(pool: WorkerPool) -> None:
     assert [outcome.value for outcome in pool.run(["torch"] * 4)] == [0.0] * 4
     assert pool.run([]) == []
 
 
-def test_a_hanging_grader_delays_no_other(pool: GraderPool) -> None:
+def test_a_hanging_grader_delays_no_other(pool: WorkerPool) -> None:
     pool.run(["ok", "ok"])
     started = time.monotonic()
     done: dict[int, float] = {}
@@ -102,7 +102,7 @@ def test_a_hanging_grader_delays_no_other(pool: GraderPool) -> None:
     assert LIMIT <= done[0] < LIMIT + 1.0
 
 
-def test_a_pool_of_hanging_graders_still_ends(pool: GraderPool) -> None:
+def test_a_pool_of_hanging_graders_still_ends(pool: WorkerPool) -> None:
     started = time.monotonic()
     outcomes = pool.run(["sleep", "spin", "ok", "sleep", "ok"])
     statuses = [outcome.status.value for outcome in outcomes]
@@ -111,14 +111,14 @@ def test_a_pool_of_hanging_graders_still_ends(pool: GraderPool) -> None:
 
 
 def test_progress_of_slow_batches_is_logged(
-    pool: GraderPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pool_module, "PROGRESS_INTERVAL", 0.3)
     pool.run(["sleep", "ok"])
     assert "Graded 1 of 2 completions." in caplog.text
 
 
-def test_a_process_that_died_idle_is_replaced(pool: GraderPool) -> None:
+def test_a_process_that_died_idle_is_replaced(pool: WorkerPool) -> None:
     pool.run(["ok", "ok"])
     for pid in pids(pool):
         os.kill(pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ def test_a_process_that_died_idle_is_replaced(pool: GraderPool) -> None:
 
 
 def test_closing_ends_all_processes() -> None:
-    pool = GraderPool(pool_graders.grade, workers=2, time_limit=30, memory_limit_gib=1)
+    pool = WorkerPool(pool_graders.grade, workers=2, time_limit=30, memory_limit_gib=1)
     pool.run(["ok"] * 4)
     started = pids(pool)
     assert len(started) == 2
@@ -140,8 +140,8 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     script = """
 import sys, threading, time
 from tests.support import pool_graders
-from trustbatch.rewards.pool import GraderPool
-pool = GraderPool(pool_graders.grade, workers=2, time_limit=60, memory_limit_gib=1)
+from trustbatch.utils.worker_pool import WorkerPool
+pool = WorkerPool(pool_graders.grade, workers=2, time_limit=60, memory_limit_gib=1)
 pool.run(["ok", "ok"])
 print(*[process._process.pid for process in pool._processes], flush=True)
 pool.run(["spin", "sleep"])
@@ -159,7 +159,7 @@ pool.run(["spin", "sleep"])
 
 
 def test_what_a_grader_has_started_is_killed_with_it(tmp_path: Path) -> None:
-    pool = GraderPool(pool_graders.start_child, workers=1, time_limit=1.0, memory_limit_gib=1)
+    pool = WorkerPool(pool_graders.start_child, workers=1, time_limit=1.0, memory_limit_gib=1)
     note = tmp_path / "pid"
     (outcome,) = pool.run([str(note)])
     assert outcome.status is GradeStatus.TIMED_OUT
@@ -171,7 +171,7 @@ def test_what_a_grader_has_started_is_killed_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["close", "death"])
 def test_a_daemon_of_a_grader_ends_with_its_process(end: str, tmp_path: Path) -> None:
     grade = pool_graders.start_daemon if end == "close" else pool_graders.start_daemon_and_die
-    pool = GraderPool(grade, workers=1, time_limit=20.0, memory_limit_gib=1)
+    pool = WorkerPool(grade, workers=1, time_limit=20.0, memory_limit_gib=1)
     note = tmp_path / "pid"
     (outcome,) = pool.run([str(note)])
     daemon = int(note.read_text())
@@ -190,8 +190,8 @@ def test_a_daemon_of_a_grader_ends_with_a_run_that_is_killed(tmp_path: Path) -> 
     script = """
 import sys, time
 from tests.support import pool_graders
-from trustbatch.rewards.pool import GraderPool
-pool = GraderPool(pool_graders.start_daemon, workers=1, time_limit=60, memory_limit_gib=1)
+from trustbatch.utils.worker_pool import WorkerPool
+pool = WorkerPool(pool_graders.start_daemon, workers=1, time_limit=60, memory_limit_gib=1)
 pool.run(sys.argv[1:])
 print("started", flush=True)
 time.sleep(1e6)
@@ -212,7 +212,7 @@ def test_graders_have_no_secrets_in_their_environment(monkeypatch: pytest.Monkey
     for name in (*secrets, "XY_ASKED_FOR"):
         monkeypatch.setenv(name, "1")
     limits: dict[str, Any] = {"workers": 1, "time_limit": 20.0, "memory_limit_gib": 1}
-    pool = GraderPool(pool_graders.variables, **limits, environment=("XY_ASKED_FOR",))
+    pool = WorkerPool(pool_graders.variables, **limits, environment=("XY_ASKED_FOR",))
     (everything,) = pool.run([""])
     pool.close()
     names = everything.value.split()
@@ -221,7 +221,7 @@ def test_graders_have_no_secrets_in_their_environment(monkeypatch: pytest.Monkey
     with pytest.raises(
         ConfigError, match=r"reward\.environment names XY_NOT_SET, which is not set"
     ):
-        GraderPool(pool_graders.variables, **limits, environment=("XY_NOT_SET",))
+        WorkerPool(pool_graders.variables, **limits, environment=("XY_NOT_SET",))
 
 
 def memory_cgroup() -> Path | None:
@@ -238,7 +238,7 @@ def memory_cgroup() -> Path | None:
     return group
 
 
-def test_want_of_memory_is_said_where_the_kernel_has_killed_for_it(pool: GraderPool) -> None:
+def test_want_of_memory_is_said_where_the_kernel_has_killed_for_it(pool: WorkerPool) -> None:
     by_hand, _ = pool.run(["kill", "ok"])
     assert by_hand.reason == (
         "its process was killed by SIGKILL (by the kernel if memory ran out, by a job scheduler or "
@@ -252,8 +252,8 @@ import os, sys
 from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 from tests.support import pool_graders
-from trustbatch.rewards.pool import GraderPool
-pool = GraderPool(pool_graders.eat_memory, workers=1, time_limit=60, memory_limit_gib=8)
+from trustbatch.utils.worker_pool import WorkerPool
+pool = WorkerPool(pool_graders.eat_memory, workers=1, time_limit=60, memory_limit_gib=8)
 print(pool.run([1000])[0].reason)
 pool.close()
 """
@@ -271,8 +271,8 @@ pool.close()
 def test_graders_that_cannot_be_sent_are_refused() -> None:
     local: Callable[[str], float] = lambda _: 1.0  # noqa: E731
     with pytest.raises(NotPortable, match="lambda"):
-        GraderPool(local, workers=1, time_limit=1.0, memory_limit_gib=1)
-    pool = GraderPool(pool_graders.Unloadable(), workers=2, time_limit=1.0, memory_limit_gib=1)
+        WorkerPool(local, workers=1, time_limit=1.0, memory_limit_gib=1)
+    pool = WorkerPool(pool_graders.Unloadable(), workers=2, time_limit=1.0, memory_limit_gib=1)
     with pytest.raises(NotPortable, match="RuntimeError: not here"):
         pool.run(["ok"])
     pool.close()
@@ -281,12 +281,12 @@ def test_graders_that_cannot_be_sent_are_refused() -> None:
 def test_processes_that_never_become_ready_are_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pool = GraderPool(pool_graders.DiesAtStart(), workers=1, time_limit=1.0, memory_limit_gib=1)
+    pool = WorkerPool(pool_graders.DiesAtStart(), workers=1, time_limit=1.0, memory_limit_gib=1)
     with pytest.raises(RewardError, match="3 grading processes in a row ended with exit code 7"):
         pool.run(["ok"])
     pool.close()
     monkeypatch.setattr(pool_module, "START_TIMEOUT", 0.5)
-    pool = GraderPool(pool_graders.SleepsAtStart(), workers=1, time_limit=1.0, memory_limit_gib=1)
+    pool = WorkerPool(pool_graders.SleepsAtStart(), workers=1, time_limit=1.0, memory_limit_gib=1)
     with pytest.raises(RewardError, match="did not load the grader within"):
         pool.run(["ok"])
     pool.close()

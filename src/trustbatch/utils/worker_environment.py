@@ -1,4 +1,4 @@
-"""The environment variables of grading processes: those that programs need, and no secrets."""
+"""The environment variables of worker processes: those that programs need, and no secrets."""
 
 import os
 import sys
@@ -17,16 +17,17 @@ KEPT = frozenset(
 KEPT_PREFIXES = ("LC_", "XDG_", "PYTHON", "OMP_", "GOMP_", "MKL_", "OPENBLAS_")
 
 
-def grader_environment(named: Sequence[str]) -> dict[str, str]:
-    """Return the variables of a grading process: the usual ones, and those named.
+def worker_environment(named: Sequence[str], *, key: str) -> dict[str, str]:
+    """Return the variables of a worker process: the usual ones, and those that a setting names.
 
-    With them it finds this package, and uses one thread.
+    With them it finds this package, uses one thread, and iterates over sets in the same order as
+    every other worker: what it generates from a seed does not depend on the process.
     """
     for name in named:
         if name not in os.environ:
             raise ConfigError(
-                f"reward.environment names {name}, which is not set: set the variable where "
-                "graders are started, or remove the name."
+                f"{key} names {name}, which is not set: set the variable where the run is "
+                "started, or remove the name."
             )
     usual = {
         name: value
@@ -35,4 +36,5 @@ def grader_environment(named: Sequence[str]) -> dict[str, str]:
     }
     asked_for = {name: os.environ[name] for name in named}
     path = os.pathsep.join(filter(None, sys.path))
-    return {"OMP_NUM_THREADS": "1", **usual, **asked_for, "PYTHONPATH": path}
+    own = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    return {"OMP_NUM_THREADS": "1", **usual, **asked_for, **own}

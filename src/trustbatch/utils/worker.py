@@ -1,7 +1,7 @@
-"""A grading process: reads one item at a time from stdin, and writes its outcome to stdout.
+"""A worker process: reads one item at a time from stdin, and writes its outcome to stdout.
 
-Started by `GraderPool` as `python -m trustbatch.rewards.worker PARENT`. It imports neither torch
-nor other slow modules, unless the grader itself does.
+Started by `WorkerPool` as `python -m trustbatch.utils.worker PARENT`. It imports neither torch
+nor other slow modules, unless its function does.
 """
 
 import os
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from trustbatch.rewards.supervisor import supervised
 from trustbatch.types import GradeStatus
+from trustbatch.utils.supervisor import supervised
 
 LENGTH = struct.Struct(">Q")
 MAX_REASON_LENGTH = 500
@@ -33,8 +33,8 @@ class Outcome:
 class WorkerSetup:
     """The first message to a worker."""
 
-    grade: bytes
-    """the pickled grader"""
+    function: bytes
+    """the pickled function"""
     path: list[str]
     """sys.path of the process that pickled it"""
     memory_limit: int
@@ -65,11 +65,11 @@ def encode_message(message: Any) -> bytes:
 
 
 def main() -> None:
-    """Grade items until stdin is closed."""
+    """Do items until stdin is closed."""
     supervised(parent=int(sys.argv[1]))
     items = os.fdopen(os.dup(0), "rb")
     outcomes = os.fdopen(os.dup(1), "wb")
-    # a grader's own output must not mix with the outcomes, and it must not read the items
+    # the function's own output must not mix with the outcomes, and it must not read the items
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -80,15 +80,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda *_: None)
     sys.path[:] = setup.path
     try:
-        grade = pickle.loads(setup.grade)
-        getattr(grade, "prepare", lambda: None)()
+        function = pickle.loads(setup.function)
+        getattr(function, "prepare", lambda: None)()
     except Exception as error:  # importing a user's module may raise anything
         _write(outcomes, Outcome(GradeStatus.FAILED, reason=describe(error)))
         return
     _limit_memory(setup.memory_limit)
     _write(outcomes, Outcome(GradeStatus.GRADED))
     while (item := _read(items)) is not None:
-        _write(outcomes, run_grader(grade, item))
+        _write(outcomes, run_grader(function, item))
 
 
 def _read(items: BinaryIO) -> Any:
@@ -116,6 +116,6 @@ def _limit_memory(limit: int) -> None:
 
 if __name__ == "__main__":
     # outcomes must be pickled under this module's full name, not as __main__
-    from trustbatch.rewards import worker
+    from trustbatch.utils import worker
 
     worker.main()
