@@ -16,6 +16,7 @@ LAYERS = [
     ["types"],
     ["utils"],
     ["objectives", "advantages", "math_grading"],
+    ["integrations"],
     ["tasks"],
     ["models"],
     ["batching", "weight_sync"],
