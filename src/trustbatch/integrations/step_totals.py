@@ -30,7 +30,7 @@ def as_objective(choice: ObjectiveChoice) -> Objective:
     """Return the objective that a name, a table or an instance stands for."""
     if isinstance(choice, Objective):
         return choice
-    options = {"name": choice} if isinstance(choice, str) else dict(choice)
+    options: dict[str, Any] = {"name": choice} if isinstance(choice, str) else dict(choice)
     name = options.pop("name", None)
     try:
         if not isinstance(name, str):
