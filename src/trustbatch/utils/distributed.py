@@ -97,14 +97,14 @@ def full_tensor(values: Tensor) -> Tensor:
     return values.full_tensor() if isinstance(values, DTensor) else values
 
 
-def all_gather(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order; tensors arrive in host memory."""
+def all_gather(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks of a group, in rank order; tensors arrive in host memory."""
     if num_ranks() == 1:
         return [value]
     written = io.BytesIO()
     _HostPickler(written).dump(value)
-    parts: list[Any] = [None] * num_ranks()
-    dist.all_gather_object(parts, written.getvalue())
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, written.getvalue(), group=group)
     return [pickle.loads(part) for part in parts]
 
 
