@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.test_docs import DOCS, code_blocks, read, run_block
 
-from test_docs import DOCS, code_blocks, read, run_block
 from trustbatch.rewards.functions import FunctionTerm
 
 PAGE = DOCS / "python-api.md"

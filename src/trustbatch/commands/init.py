@@ -95,10 +95,10 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _text(options: argparse.Namespace, file: Path) -> str:
-    from trustbatch.tasks.benchmarks import FILE_ENDINGS
+    from trustbatch.tasks.data_source import is_data_path
 
     is_tiny = options.model is None
-    if options.task.endswith(FILE_ENDINGS):
+    if is_data_path(options.task):
         task = [
             'name = "file"',
             f"path = {json.dumps(options.task)}  # rows with a problem and an answer",
