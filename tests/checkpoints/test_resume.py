@@ -80,7 +80,7 @@ def small_run(tiny_folder: Path, folder: Path, **changes: Any) -> trustbatch.Run
     tables: dict[str, Any] = {
         "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 3, "lag": 1},
         "training": {"steps": 4, "learning_rate": 1e-3},
-        "run": {"folder": str(folder), "checkpoint_every": 2},
+        "run": {"name": "run", "folder": str(folder), "checkpoint_every": 2},
     }
     for key, value in changes.items():
         tables[key] = {**tables[key], **value} if key in tables else value

@@ -69,7 +69,7 @@ def run(tiny_folder: Path, folder: Path, **tables: Any) -> trustbatch.RunResult:
         **{
             "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 5, "lag": 1},
             "training": {"steps": 5, "learning_rate": 1e-3},
-            "run": {"folder": str(folder), "checkpoint_every": 2},
+            "run": {"name": "run", "folder": str(folder), "checkpoint_every": 2},
             **tables,
         },
     )

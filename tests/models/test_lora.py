@@ -229,7 +229,7 @@ def test_a_run_does_not_go_on_with_other_frozen_weights(tiny_folder: Path, tmp_p
             task="arithmetic",
             rollout={"prompts_per_step": 1, "samples_per_prompt": 2, "max_tokens": 2},
             training={"steps": steps},
-            run={"folder": str(tmp_path / "runs"), "checkpoint_every": 1},
+            run={"name": "run", "folder": str(tmp_path / "runs"), "checkpoint_every": 1},
         )
 
     run(2)

@@ -444,7 +444,7 @@ def tables(folder: Path, **changes: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "rollout": {"prompts_per_step": 2, "samples_per_prompt": 3, "max_tokens": 3, "lag": 2},
         "training": {"steps": 5, "learning_rate": 1e-2},
-        "run": {"folder": str(folder)},
+        "run": {"name": "run", "folder": str(folder)},
     }
     return {name: {**table, **changes.get(name, {})} for name, table in base.items()}
 

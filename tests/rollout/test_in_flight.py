@@ -484,6 +484,7 @@ def test_a_run_spans_versions_within_the_bound_and_resumes(
         "objective": {"name": "p3o", "entropy_coef": 0.1},
         "training": {"steps": steps, "learning_rate": 3e-3, "warmup_fraction": 0.0},
         "run": {
+            "name": "run",
             "folder": str(tmp_path),
             "checkpoint_every": 2,
             "keep_checkpoints": 3,

@@ -273,7 +273,7 @@ def tables(
             "policies": policies,
         },
         "training": {"steps": 6, "learning_rate": 1e-3, "mini_batches": 2},
-        "run": {"folder": str(folder), "checkpoint_every": 2},
+        "run": {"name": "run", "folder": str(folder), "checkpoint_every": 2},
     }
     for key, value in changes.items():
         tree[key] = {**tree[key], **value}

@@ -135,7 +135,7 @@ def small_run(model: Path, folder: Path, task: Any, **rollout: Any) -> trustbatc
         task=task,
         rollout={"prompts_per_step": 3, "samples_per_prompt": 4, "max_tokens": 6, **rollout},
         training={"steps": 6, "learning_rate": 1e-3},
-        run={"folder": str(folder), "checkpoint_every": 2, "keep_checkpoints": 3},
+        run={"name": "run", "folder": str(folder), "checkpoint_every": 2, "keep_checkpoints": 3},
     )
 
 
