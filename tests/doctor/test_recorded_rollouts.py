@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,12 @@ import torch
 from tests.support.text_model import CORPUS, save_text_model
 
 from trustbatch.cli import main
+from trustbatch.doctor.arithmetic import _matching_precision
 from trustbatch.doctor.diagnose import Diagnosis
+from trustbatch.doctor.distributions import Mismatch, SamplingDistribution
+from trustbatch.doctor.rollouts.alignment import prepare
 from trustbatch.doctor.rollouts.diagnose import diagnose_rollouts
+from trustbatch.doctor.rollouts.recorded import RecordedRollout
 from trustbatch.doctor.verdict import Status
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
@@ -20,6 +24,7 @@ from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.types import GenerationRequest, SamplingParams
 
 Record = dict[str, Any]
+SIZES = {"bfloat16": 0.02, "fp8": 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -211,12 +216,42 @@ def test_wrong_weights_are_told_from_rounding(
     assert "engine samples from other weights" in words(diagnosis)
 
 
-def test_the_sizes_of_wrong_weights_cover_those_of_rounding(
-    folder: Path, policy: Policy, tmp_path: Path
+@pytest.mark.parametrize(
+    ("size", "likeness", "declared", "found"),
+    [
+        (0.02, 0.3, "unknown", "bfloat16"),
+        (0.02, 0.05, "unknown", None),  # weights that are off by as much as bfloat16 rounds
+        (0.06, 0.3, "unknown", None),  # and by more
+        (0.004, 0.3, "unknown", None),  # and by less
+        (0.06, 0.7, "unknown", "bfloat16"),
+        (0.05, 0.0, "bfloat16", "bfloat16"),
+        (0.02, 0.3, "float32", None),
+    ],
+)
+def test_errors_are_rounding_if_they_resemble_it(
+    policy: Policy, size: float, likeness: float, declared: str, found: str | None
 ) -> None:
-    diagnosis = Rollouts.of(perturbed(folder, 0.003)).diagnose(policy, tmp_path / "file")
-    arithmetic = diagnosis.examination.arithmetic
-    assert 0.3 < arithmetic.mismatch.mean_abs / arithmetic.effects["bfloat16"].mean_abs < 3.0
+    rollouts = [
+        RecordedRollout(
+            line=1,
+            token_ids=(5,) * 50,
+            logprobs=(-1.0,) * 50,
+            prompt_token_ids=(3,),
+            precision=declared,
+        )
+    ] * 40
+    tokens = prepare(policy, rollouts, SamplingDistribution()).tokens
+    of_size = {name: Mismatch(1.0, 0.0, 0.0, value, value) for name, value in SIZES.items()}
+    assert (
+        _matching_precision(
+            "float32",
+            tokens,
+            replace(of_size["bfloat16"], mean_abs=size),
+            of_size,
+            {"bfloat16": likeness, "fp8": 0.01},
+        )
+        == found
+    )
 
 
 def test_another_checkpoint_is_named(policy: Policy, tmp_path: Path) -> None:

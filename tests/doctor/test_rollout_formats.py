@@ -14,6 +14,7 @@ from trustbatch.doctor.rollouts.diagnose import diagnose_rollouts
 from trustbatch.doctor.rollouts.read_file import RolloutFile, read_rollouts
 from trustbatch.doctor.rollouts.recorded import RecordedSettings
 from trustbatch.doctor.rollouts.token_strings import TokenStrings
+from trustbatch.doctor.verdict import Status
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.native.engine import NativeEngine
@@ -254,3 +255,31 @@ def test_greedy_rollouts_are_refused(policy: Policy, plain: list[Record], tmp_pa
     file = write(tmp_path / "file", [record | {"temperature": 0} for record in plain])
     with pytest.raises(ConfigError, match="sampled at temperature 0"):
         diagnose_rollouts(file, policy)
+
+
+RECORDED = Path(__file__).parents[1] / "data" / "recorded"
+"""what vLLM 0.32's CPU build returned for the same model: `LLM.generate`, and its API server"""
+
+
+@pytest.mark.parametrize("name", ["served-completions", "served-chat", "served-chat-without-ids"])
+def test_responses_of_a_real_server(policy: Policy, name: str) -> None:
+    diagnosis = diagnose_rollouts(RECORDED / f"{name}.jsonl.gz", policy)
+    examined = diagnosis.examination
+    assert diagnosis.verdict.is_on_policy, diagnosis.verdict.sentences
+    assert examined.sampling.total.mean_abs < 1e-5
+    assert examined.num_completions == 16
+    if name == "served-chat-without-ids":
+        assert 0 < examined.preparation.ids_from_strings < 16, "some have parts of characters"
+    else:
+        assert examined.preparation.ids_from_strings == 0
+        assert examined.preparation.prompts_from_text == 0
+        assert examined.texts.num_prompts == examined.num_sequences == 16
+
+
+def test_what_a_real_engine_generated_in_bfloat16(policy: Policy) -> None:
+    diagnosis = diagnose_rollouts(RECORDED / "generate-bfloat16.jsonl.gz", policy)
+    assert diagnosis.verdict.causes(Status.FAULT) == []
+    assert diagnosis.verdict.causes(Status.CONFIGURED) == ["precision"]
+    arithmetic = diagnosis.examination.arithmetic
+    assert arithmetic.explained_by == "bfloat16"
+    assert diagnosis.examination.num_tokens > 1000

@@ -205,3 +205,21 @@ def test_the_share_and_its_error() -> None:
     assert few.error == math.inf
     assert not few.is_below(0.5, 5.0)
     assert not few.is_above(0.5, 5.0)
+
+
+def test_rounding_that_begins_with_the_first_update_is_no_lost_update() -> None:
+    """Adapters that are 0 round alike on both sides; afterwards each side rounds on its own."""
+    watch, weights = ArrivalWatch(), torch.ones(2, 2)
+
+    def check(version: int, trainer: float, engine: float) -> None:
+        # 24 contexts in which the two change without correlation
+        logp = {
+            (n, 3): (-1.0 + trainer * (-1) ** n, -1.0 + engine * (-1) ** (n // 2))
+            for n in range(24)
+        }
+        watch.check(ContextSample(version, logp, [weights]), provenance("float32", version))
+
+    check(0, 0.0, 0.0)
+    check(1, 0.01, 0.004)
+    with pytest.raises(CanaryError, match="has not loaded it"):
+        check(2, 0.02, 0.004)
