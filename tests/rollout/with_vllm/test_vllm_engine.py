@@ -26,7 +26,7 @@ from tests.support.training_cases import policy_logp
 from trustbatch.api import train_config
 from trustbatch.batching.sequences import to_sequences
 from trustbatch.config import parse_config
-from trustbatch.errors import DeadEngineError, EngineError
+from trustbatch.errors import CanaryError, DeadEngineError, EngineError
 from trustbatch.models.policy import Policy
 from trustbatch.models.tiny import build_model, build_tokenizer
 from trustbatch.rollout.sampling import sampling_logprobs
@@ -332,6 +332,25 @@ def test_a_canary_speaks_to_an_engine_with_raw_log_probs(server: VllmEngine) -> 
     prompts = [Prompt(id="1", text="12+34=", answer="46")]
     canary = Canary(server, server.policy, prompts, logprob_mode="raw")
     assert canary.check(server.version)["canary/max_abs_logratio"] < 1e-3
+
+
+def test_a_canary_notices_a_small_update_that_never_arrives(server: VllmEngine) -> None:
+    prompts = [Prompt(id=each, text=each, answer="") for each in ("12+34=", "7-5=", "8*8=", "90+9")]
+    policy, version = server.policy, server.version
+    canary = Canary(server, policy, prompts, logprob_mode="raw")
+    canary.check(version)
+    for step, arrives in ((1, True), (2, False)):
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.0 + 1e-5 * torch.randn(parameter.shape))
+        if arrives:
+            server.load_weights(policy.named_weights(), version + step)
+            canary.check(version + step)
+            continue
+        server._version = version + step  # it says so, and has done nothing
+        with pytest.raises(CanaryError, match=f"since version {version + 1} the trainer's"):
+            canary.check(version + step)
+    server.load_weights(policy.named_weights(), version + 3)
 
 
 def test_a_server_gives_up_at_the_deadline_and_goes_on(server: VllmEngine) -> None:
