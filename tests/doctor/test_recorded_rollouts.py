@@ -407,7 +407,8 @@ def test_the_command(
     for arguments, sentence in (
         (["doctor", "--rollouts", str(hot)], "--rollouts needs --model"),
         (["doctor"], "Give the doctor a configuration"),
-        ([*common, "--temprature", "1"], "Unknown with --rollouts: --temprature;"),
+        ([*common, "--temprature", "1"], "did you mean '--temperature'?"),
+        ([*common, "--seed", "1"], "Unknown with --rollouts: --seed"),
     ):
         assert main(arguments) == 2
         assert sentence in capsys.readouterr().err

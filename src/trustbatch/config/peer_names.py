@@ -138,7 +138,7 @@ PEER_NAMES: tuple[PeerName, ...] = (
         VERL,
         ("data.train_files", "task.path", 'with task.name = "file"'),
         ("data.val_files", "evaluation.suite", "which takes files and names"),
-        ("data.prompt_key", "task.problem_field"),
+        ("data.prompt_key", "task.columns", 'as in columns = {problem = "question"}'),
         ("data.train_batch_size", "rollout.prompts_per_step"),
         (
             "data.max_prompt_length",
