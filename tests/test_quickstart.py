@@ -23,7 +23,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.warm_start(tmp_path_factory.mktemp("warm") / "tiny")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_p3o_takes_the_tiny_model_from_below_04_to_above_08(
     base_model: Path, tmp_path: Path
 ) -> None:

@@ -257,7 +257,7 @@ def assert_stopped(result: trustbatch.RunResult, *, step: int) -> None:
     assert json.loads((result.folder / "status.json").read_text())["state"] == "stopped"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_engines_and_reward_workers_change_nothing(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

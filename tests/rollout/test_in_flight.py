@@ -465,7 +465,7 @@ def test_a_version_that_fails_its_canary_in_flight_samples_nothing(
         assert exact.canary
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 def test_a_run_spans_versions_within_the_bound_and_resumes(
     tiny_folder: Path, tmp_path: Path, own_ray: None

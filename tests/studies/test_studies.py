@@ -435,7 +435,7 @@ def small(tiny_folder: Path, out: Path) -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_study_goes_on_and_a_failed_arm_is_shown(
     tiny_folder: Path, tmp_path: Path, one_thread: None
 ) -> None:
