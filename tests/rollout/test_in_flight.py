@@ -28,7 +28,7 @@ from trustbatch.loops.producer import refuse_too_old
 from trustbatch.models.policy import Policy
 from trustbatch.observe.completion_log import readable_record
 from trustbatch.observe.rollout_metrics import rollout_metrics
-from trustbatch.rollout.episodes import Episode, Reply
+from trustbatch.rollout.episodes import EncodedReply, Episode
 from trustbatch.rollout.native import engine as native_engine
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.engine import NativeEngine
@@ -356,10 +356,11 @@ def test_an_episode_keeps_the_versions_of_its_turns(
     first = replace(
         second, versions=None, provenance=replace(second.provenance, version=0), text="first"
     )
-    reply = Reply("reply", torch.tensor([5, 6]))
+    reply = EncodedReply("reply", torch.tensor([5, 6]))
 
-    def whole(*parts: Completion | Reply) -> Completion:
-        episode = Episode(group.prompt, group.prompt_token_ids, list(parts), FinishReason.STOP)
+    def whole(*parts: Completion | EncodedReply) -> Completion:
+        episode = Episode(group.prompt, group.prompt_token_ids, list(parts))
+        episode.finish_reason = FinishReason.STOP
         return episode.completion()
 
     both = whole(first, reply, second)

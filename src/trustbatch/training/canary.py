@@ -150,13 +150,16 @@ class Canary:
             )
             for number, completion in enumerate(completions)
         ]
-        batch = _one_batch(self.policy, sequences)
         temperature = requests[0].sampling.anchor_temperature or 1.0
-        with torch.no_grad():
-            logp = token_logprobs(self.policy, batch, temperature=temperature).logp
-        # training takes the sampling distribution as the anchor where none is recorded
-        recorded = batch.behavior_logp if batch.anchor_logp is None else batch.anchor_logp
-        return (logp - recorded) * min(temperature, 1.0)  # a temperature below 1 magnifies rounding
+        differences = []
+        for batch in _batches(self.policy, sequences):
+            with torch.no_grad():
+                logp = token_logprobs(self.policy, batch, temperature=temperature).logp
+            # training takes the sampling distribution as the anchor where none is recorded
+            recorded = batch.behavior_logp if batch.anchor_logp is None else batch.anchor_logp
+            differences.append(logp - recorded)
+        # a temperature below 1 magnifies rounding
+        return torch.cat(differences) * min(temperature, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,11 +258,13 @@ class CanaryRecorder:
     def record(self, version: int) -> CanaryReference:
         """Return the reference of the current policy; collective."""
         policy = self.policy
-        batch = _one_batch(policy, [_one_token(request, policy) for request in self.requests])
-        with torch.no_grad():
-            logits = policy.root(response_logits, policy, batch)
-        logp = torch.empty(logits.shape)
-        logp[batch.order.cpu()] = logits.float().log_softmax(-1).cpu()
+        rows, order = [], []
+        for batch in _batches(policy, [_one_token(request, policy) for request in self.requests]):
+            with torch.no_grad():
+                logits = policy.root(response_logits, policy, batch)
+            rows.append(logits.float().log_softmax(-1).cpu())
+            order.append(batch.order.cpu())
+        logp = torch.cat(rows)[torch.cat(order).argsort()]
         return CanaryReference(
             version=version,
             precision=policy.precision,
@@ -286,15 +291,15 @@ def _anchored_requests(
     ]
 
 
-def _one_batch(policy: Policy, sequences: Sequence[TrainSequence]) -> MicroBatch:
-    """Return all sequences as one batch on the policy's device."""
-    (batch,) = micro_batches(
+def _batches(policy: Policy, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
+    """Return all sequences on the policy's device: one batch, or several where rows are padded."""
+    batches = micro_batches(
         sequences,
         max_tokens=len(sequences) * max(sequence.num_tokens for sequence in sequences),
         pad_token_id=policy.pad_token_id,
         packs=policy.packs,
     )
-    return batch.to(policy.device)
+    return [batch.to(policy.device) for batch in batches]
 
 
 def _contexts(policy: Policy, prompts: Sequence[Prompt], max_length: int) -> list[tuple[int, ...]]:
