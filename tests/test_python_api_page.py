@@ -1,4 +1,4 @@
-"""The blocks of docs/python-api.md and of README.md run, in one session, as a reader would."""
+"""The blocks of docs/python-api.md run, in one session, as a reader would."""
 
 import shutil
 import sys
