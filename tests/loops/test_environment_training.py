@@ -105,7 +105,7 @@ def test_a_policy_learns_to_use_the_hints(tmp_path: Path) -> None:
     assert all(line["tokens/count"] == line["episode/sampled_tokens"] for line in metrics)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_policy_that_seldom_asks_learns_to_use_the_calculator(tmp_path: Path) -> None:
     """It can ask and repeat an answer, but mostly guesses; asking more often is what pays.
 

@@ -132,7 +132,7 @@ def test_a_trainer_that_does_not_reply_times_out() -> None:
     assert time.monotonic() - started < 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_that_ends_amid_a_transfer_is_nobody_elses_trouble(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
