@@ -9,31 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.small_config import write_config
 
 from trustbatch.cli import main
-
-CONFIG = """
-[model]
-name = {model!r}
-[task]
-name = "arithmetic"
-level = 1
-[rollout]
-prompts_per_step = 2
-samples_per_prompt = 2
-max_tokens = 4
-[training]
-steps = 2
-[run]
-folder = {folder!r}
-"""
 
 
 @pytest.fixture
 def config(tiny_folder: Path, tmp_path: Path) -> str:
-    file = tmp_path / "config.toml"
-    file.write_text(CONFIG.format(model=str(tiny_folder), folder=str(tmp_path / "runs")))
-    return str(file)
+    return write_config(tmp_path, tiny_folder, steps=2)
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -3,31 +3,14 @@
 from pathlib import Path
 
 import pytest
+from tests.support.small_config import write_config
 
 from trustbatch.cli import main
-
-CONFIG = """
-[model]
-name = {model!r}
-[task]
-name = "arithmetic"
-level = 1
-[rollout]
-prompts_per_step = 2
-samples_per_prompt = 2
-max_tokens = 4
-[training]
-steps = 20
-[run]
-folder = {folder!r}
-"""
 
 
 @pytest.fixture
 def config(tiny_folder: Path, tmp_path: Path) -> str:
-    file = tmp_path / "config.toml"
-    file.write_text(CONFIG.format(model=str(tiny_folder), folder=str(tmp_path / "runs")))
-    return str(file)
+    return write_config(tmp_path, tiny_folder, steps=20)
 
 
 def test_a_quiet_run_shows_its_warnings_and_its_last_line(

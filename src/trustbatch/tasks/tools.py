@@ -65,16 +65,25 @@ def answer_tool_calls(text: str, tools: Sequence[Tool]) -> list[Message] | None:
 
 def _answer(call: ToolCall, known: Mapping[str, Tool]) -> str:
     try:
-        if call.error:
-            raise BadCall(call.error)
-        if call.name not in known:
-            hint = did_you_mean(call.name, known)
-            raise BadCall(f"there is no tool {call.name!r}{hint}; there is {', '.join(known)}")
-        tool, arguments = known[call.name], call.arguments or {}
-        _check_arguments(tool, arguments)
+        tool, arguments = _requested(call, known)
+    except BadCall as error:
+        return f"Error: {first_line(error)}"
+    try:
         return str(tool(**arguments))
     except Exception as error:  # a tool may raise anything, and the policy hears of it
         return f"Error: {first_line(error)}"
+
+
+def _requested(call: ToolCall, known: Mapping[str, Tool]) -> tuple[Tool, dict[str, Any]]:
+    """Return the tool and the arguments of a call, or raise BadCall for what is wrong with it."""
+    if call.error:
+        raise BadCall(call.error)
+    if call.name not in known:
+        hint = did_you_mean(call.name, known)
+        raise BadCall(f"there is no tool {call.name!r}{hint}; there is {', '.join(known)}")
+    tool, arguments = known[call.name], dict(call.arguments or {})
+    _check_arguments(tool, arguments)
+    return tool, arguments
 
 
 def _parse(body: str, closing: str) -> ToolCall:
