@@ -38,7 +38,7 @@ reliability: $(VENV)/.installed-dev
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c 'import vllm'
-	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/rollout/with_vllm
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile -m vllm tests/rollout/with_vllm
 	$(MAKE) test-verl
 
 # beside vLLM: an environment of its own would be installed for a minute more

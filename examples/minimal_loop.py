@@ -245,6 +245,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         print("Making a base model of 0.3M parameters that half knows how to add ...")
         base = warm_start(
-            Path(scratch) / "base", seed=arguments.seed, clean_steps=260, noisy_steps=25
+            Path(scratch) / "base", seed=arguments.seed, clean_steps=190, noisy_steps=30
         )
         train(base, num_steps=arguments.steps, seed=arguments.seed)

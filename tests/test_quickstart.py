@@ -3,7 +3,6 @@
 import json
 import re
 import runpy
-import shutil
 import sys
 from pathlib import Path
 
@@ -17,18 +16,10 @@ from trustbatch.models import tiny
 LOOP = Path(__file__).parents[1] / "examples" / "minimal_loop.py"
 
 
-@pytest.fixture(scope="module")
-def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's, which takes half a minute to make."""
-    return tiny.warm_start(tmp_path_factory.mktemp("warm") / "tiny")
-
-
 @pytest.mark.long
-def test_p3o_takes_the_tiny_model_from_below_04_to_above_08(
-    base_model: Path, tmp_path: Path
-) -> None:
+def test_p3o_takes_the_tiny_model_from_below_04_to_above_08(tmp_path: Path) -> None:
     result = trustbatch.train(
-        model=base_model,
+        model=tiny.warm_start(tmp_path / "tiny"),
         task={"name": "arithmetic", "level": 2},
         objective="p3o",
         rollout={"max_tokens": 6},
@@ -44,15 +35,8 @@ def test_p3o_takes_the_tiny_model_from_below_04_to_above_08(
 
 @pytest.mark.slow
 def test_minimal_loop_learns(
-    base_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The script as it is, but for its base model, which would be made with fewer steps."""
-
-    def copy_model(folder: Path, *, seed: int, clean_steps: int, noisy_steps: int) -> Path:
-        assert (seed, clean_steps > noisy_steps) == (0, True)
-        return shutil.copytree(base_model, folder)
-
-    monkeypatch.setattr(tiny, "warm_start", copy_model)
     monkeypatch.setattr(sys, "argv", ["minimal_loop.py"])
     runpy.run_path(str(LOOP), run_name="__main__")
     found = re.findall(r"^step +\d+  reward ([\d.]+)", capsys.readouterr().out, re.MULTILINE)

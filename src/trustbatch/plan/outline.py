@@ -128,7 +128,7 @@ def _count(parameters: Any) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-LENGTHS = (32, 64)
+LENGTHS = (4, 8)
 """of the two sequences in each pass: the difference gives the bytes per token"""
 
 

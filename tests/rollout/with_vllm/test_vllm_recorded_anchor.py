@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.rollout.with_vllm.test_vllm_engine import (
+from tests.support.episode_cases import episodes
+from tests.support.vllm_cases import (
     LONG_PROMPT,
     SMALL,
     ask,
     largest_difference,
     load,
     logits_of,
-    long_folder,
     tokens,
 )
-from tests.support.episode_cases import episodes
 
 from trustbatch.api import train_config
 from trustbatch.batching.sequences import to_sequences
@@ -33,7 +32,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
 ]
-__all__ = ["long_folder"]  # a fixture
 
 SETTINGS = [
     {"temperature": 1.2},
