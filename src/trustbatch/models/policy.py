@@ -235,6 +235,10 @@ class Policy:
                 weights = weights or dict(self.adapters.merged_state())
                 self.adapters.save(folder / ADAPTER_FOLDER, adapters)
             self.model.save_pretrained(folder, state_dict=weights, max_shard_size=max_file_bytes)
+            if self.adapters is not None:
+                # the file names the dtype of the frozen weights, and loaders would round to it
+                self.model.config.dtype = torch.float32
+                self.model.config.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
         apply_umask(folder)
 
