@@ -7,6 +7,7 @@ from trustbatch.config import Config
 from trustbatch.errors import ConfigError
 from trustbatch.models.loading import default_precision
 from trustbatch.models.policy import Policy
+from trustbatch.rollout.registry import engine_info
 from trustbatch.training.sharding import shard
 from trustbatch.utils.distributed import num_ranks, rank_device
 
@@ -51,6 +52,25 @@ def add_adapters(config: Config, policy: Policy) -> None:
     """Add the adapters of [model.lora], where there is such a table."""
     if config.model.lora is not None:
         policy.add_adapters(config.model.lora, seed=config.seed)
+        assert policy.adapters is not None
+        policy.adapters.published_alone = engine_info(config.rollout.engine).loads_adapters
+
+
+def load_for_engine(config: Config) -> Policy:
+    """Load a frozen model for an engine in another process, with what it gets weights for."""
+    loads_adapters = engine_info(config.rollout.engine).loads_adapters
+    return (load_policy(config) if loads_adapters else load_model(config)).freeze()
+
+
+def build_replica(config: Config, policy: Policy) -> Policy | None:
+    """Copy the policy for a rank's own engine, before its parameters are sharded."""
+    info = engine_info(config.rollout.engine)
+    if num_ranks() == 1 or not info.one_per_rank or config.cluster is not None:
+        return None
+    replica = policy.replica(rank_device(config.model.device), precision=config.rollout.precision)
+    if info.loads_adapters:
+        add_adapters(config, replica)
+    return replica.freeze()
 
 
 def shard_over_ranks(config: Config, policy: Policy, reference: Policy | None) -> None:
