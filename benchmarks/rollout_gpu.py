@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ENGINES = (
     "native",
@@ -29,7 +30,7 @@ ENGINES = (
     "vllm-top16",
     "vllm-fp8",
 )
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
     | {"num_attention_heads": 16, "tie_word_embeddings": True},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
