@@ -83,7 +83,8 @@ def policy_logp(
             packs=policy.packs,
             may_share_prompts=False,
         )
-        parts.append(token_logprobs(policy, batch, temperature=temperature).logp)
+        on_device = batch.to(policy.device)
+        parts.append(token_logprobs(policy, on_device, temperature=temperature).logp)
     return torch.cat(parts)
 
 

@@ -7,6 +7,7 @@ from trustbatch.config import Config
 from trustbatch.errors import ConfigError
 from trustbatch.models.loading import default_precision
 from trustbatch.models.policy import Policy
+from trustbatch.rollout.registry import engine_info
 from trustbatch.training.sharding import shard
 from trustbatch.utils.distributed import num_ranks, rank_device
 
@@ -42,6 +43,7 @@ def load_model(config: Config, name: str | None = None) -> Policy:
         name or config.model.name,
         device=device,
         precision=precision,
+        lora=config.model.lora,
         trust_remote_code=config.model.trust_remote_code,
     )
 
@@ -50,6 +52,29 @@ def add_adapters(config: Config, policy: Policy) -> None:
     """Add the adapters of [model.lora], where there is such a table."""
     if config.model.lora is not None:
         policy.add_adapters(config.model.lora, seed=config.seed)
+        assert policy.adapters is not None
+        policy.adapters.published_alone = _loads_adapters(config)
+
+
+def load_for_engine(config: Config) -> Policy:
+    """Load a frozen model for an engine in another process, with what it gets weights for."""
+    return (load_policy(config) if _loads_adapters(config) else load_model(config)).freeze()
+
+
+def _loads_adapters(config: Config) -> bool:
+    info = engine_info(config.rollout.engine)
+    return info.loads_adapters(info.table(config.rollout))
+
+
+def build_replica(config: Config, policy: Policy) -> Policy | None:
+    """Copy the policy for a rank's own engine, before its parameters are sharded."""
+    info = engine_info(config.rollout.engine)
+    if num_ranks() == 1 or not info.one_per_rank or config.cluster is not None:
+        return None
+    replica = policy.replica(rank_device(config.model.device), precision=config.rollout.precision)
+    if _loads_adapters(config):
+        add_adapters(config, replica)
+    return replica.freeze()
 
 
 def shard_over_ranks(config: Config, policy: Policy, reference: Policy | None) -> None:

@@ -135,6 +135,10 @@ class EngineInfo:
     def check_ranks(self, table: Any, num_ranks: int) -> None:
         """Raise ConfigError if the engine can't serve `num_ranks` trainer ranks."""
 
+    def loads_adapters(self, table: Any) -> bool:
+        """Whether it loads LoRA adapters beside frozen weights; else it gets merged weights."""
+        return False
+
     def weight_dtype(self, precision: str) -> torch.dtype | None:
         """Return the dtype to which all weights are rounded when loaded; None: they are not."""
         return None

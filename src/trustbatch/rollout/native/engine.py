@@ -66,7 +66,8 @@ class NativeEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load parameters; those that are the trainer's own already are not copied."""
-        if self.policy.adapters is None:  # else they are merged in each `generate`
+        adapters = self.policy.adapters
+        if adapters is None or adapters.published_alone:  # else it has the trainer's own adapters
             own = dict(self.policy.named_weights())
             for name, tensor in weights:
                 if own[name].data_ptr() != tensor.data_ptr():
