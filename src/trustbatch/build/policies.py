@@ -7,6 +7,7 @@ from trustbatch.config import Config
 from trustbatch.errors import ConfigError
 from trustbatch.models.loading import default_precision
 from trustbatch.models.policy import Policy
+from trustbatch.rollout.registry import engine_info
 from trustbatch.training.sharding import shard
 from trustbatch.utils.distributed import num_ranks, rank_device
 
@@ -38,19 +39,46 @@ def load_model(config: Config, name: str | None = None) -> Policy:
         if precision == "auto":
             precision = default_precision(rank_device(device).type)
         device = "cpu"
-    return Policy.load(
+    policy = Policy.load(
         name or config.model.name,
         device=device,
         precision=precision,
         lora=config.model.lora,
+        quantization=config.model.quantization,
         trust_remote_code=config.model.trust_remote_code,
     )
+    _refuse_divided(config, policy)
+    return policy
+
+
+def _refuse_divided(config: Config, policy: Policy) -> None:
+    """Refuse quantized weights where each process would need a part or a copy of them."""
+    if policy.quantization is None:
+        return
+    if num_ranks() > 1 or config.cluster is not None:
+        raise ConfigError(
+            f"{policy.name} has quantized weights ({policy.quantization}), which train in one "
+            "process: start the run without torchrun and [cluster], or take the original model "
+            "without model.quantization."
+        )
+    is_published = config.model.quantization is None
+    if is_published and not engine_info(config.rollout.engine).shares_parameters:
+        raise ConfigError(
+            f"{policy.name} was published with quantized weights, into which rollout.engine = "
+            f'"{config.rollout.engine}" can\'t load those of the trainer: set that to "native", or '
+            f'take the original model and model.quantization = "{policy.quantization}".'
+        )
 
 
 def add_adapters(config: Config, policy: Policy) -> None:
     """Add the adapters of [model.lora], where there is such a table."""
     if config.model.lora is not None:
         policy.add_adapters(config.model.lora, seed=config.seed)
+    elif policy.quantization is not None:
+        raise ConfigError(
+            f"{policy.name} was published with quantized weights ({policy.quantization}), which "
+            "can't be trained: add the table [model.lora] for adapters beside them."
+        )
 
 
 def shard_over_ranks(config: Config, policy: Policy, reference: Policy | None) -> None:

@@ -67,9 +67,10 @@ class NativeEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load parameters; those that are the trainer's own already are not copied."""
         if self.policy.adapters is None:  # else they are merged in each `generate`
-            own = dict(self.policy.named_weights())
+            own = dict(self.policy.model.named_parameters())
             for name, tensor in weights:
-                if own[name].data_ptr() != tensor.data_ptr():
+                # quantized weights are frozen, and not among the parameters
+                if name in own and own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
         self._version = version
 
