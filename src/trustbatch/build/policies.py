@@ -47,26 +47,26 @@ def load_model(config: Config, name: str | None = None) -> Policy:
         quantization=config.model.quantization,
         trust_remote_code=config.model.trust_remote_code,
     )
-    _refuse_divided(config, policy)
+    _refuse_quantized(config, policy)
     return policy
 
 
-def _refuse_divided(config: Config, policy: Policy) -> None:
-    """Refuse quantized weights where each process would need a part or a copy of them."""
+def _refuse_quantized(config: Config, policy: Policy) -> None:
+    """Refuse quantized weights where they would be divided, or an engine can't have the same."""
     if policy.quantization is None:
         return
-    if num_ranks() > 1 or config.cluster is not None:
+    if num_ranks() > 1:
         raise ConfigError(
-            f"{policy.name} has quantized weights ({policy.quantization}), which train in one "
-            "process: start the run without torchrun and [cluster], or take the original model "
-            "without model.quantization."
+            f"{policy.name} has quantized weights ({policy.quantization}), which can't be divided "
+            "over processes: start the run without torchrun and with one trainer, or take the "
+            "original model without model.quantization."
         )
-    is_published = config.model.quantization is None
-    if is_published and not engine_info(config.rollout.engine).shares_parameters:
+    engine = config.rollout.engine
+    if config.model.quantization is None and not engine_info(engine).loads_adapters:
         raise ConfigError(
             f"{policy.name} was published with quantized weights, into which rollout.engine = "
-            f'"{config.rollout.engine}" can\'t load those of the trainer: set that to "native", or '
-            f'take the original model and model.quantization = "{policy.quantization}".'
+            f'"{engine}" can\'t load merged ones: set that to "native", or take the original model '
+            f'and model.quantization = "{policy.quantization}".'
         )
 
 
@@ -74,11 +74,30 @@ def add_adapters(config: Config, policy: Policy) -> None:
     """Add the adapters of [model.lora], where there is such a table."""
     if config.model.lora is not None:
         policy.add_adapters(config.model.lora, seed=config.seed)
+        assert policy.adapters is not None
+        policy.adapters.published_alone = engine_info(config.rollout.engine).loads_adapters
     elif policy.quantization is not None:
         raise ConfigError(
             f"{policy.name} was published with quantized weights ({policy.quantization}), which "
             "can't be trained: add the table [model.lora] for adapters beside them."
         )
+
+
+def load_for_engine(config: Config) -> Policy:
+    """Load a frozen model for an engine in another process, with what it gets weights for."""
+    loads_adapters = engine_info(config.rollout.engine).loads_adapters
+    return (load_policy(config) if loads_adapters else load_model(config)).freeze()
+
+
+def build_replica(config: Config, policy: Policy) -> Policy | None:
+    """Copy the policy for a rank's own engine, before its parameters are sharded."""
+    info = engine_info(config.rollout.engine)
+    if num_ranks() == 1 or not info.one_per_rank or config.cluster is not None:
+        return None
+    replica = policy.replica(rank_device(config.model.device), precision=config.rollout.precision)
+    if info.loads_adapters:
+        add_adapters(config, replica)
+    return replica.freeze()
 
 
 def shard_over_ranks(config: Config, policy: Policy, reference: Policy | None) -> None:

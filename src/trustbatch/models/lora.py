@@ -34,6 +34,8 @@ class Adapters:
 
     def __init__(self, model: Any, config: LoraConfig, *, model_name: str, seed: int) -> None:
         self.model = model
+        self.published_alone = False
+        """whether engines load adapters, beside the frozen weights that they have already"""
         peft = _import_peft()
         targets = ALL_LINEAR if config.targets == (ALL_LINEAR,) else list(config.targets)
         self.peft_config = peft.LoraConfig(
@@ -68,8 +70,16 @@ class Adapters:
                 "whole model."
             )
 
+    def published_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what engines load with every update."""
+        if not self.published_alone:
+            yield from self.merged_weights()
+            return
+        for name, parameter in self.named_parameters():
+            yield name, full_tensor(parameter.detach())
+
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the float32 weights of the equivalent model without adapters, by its names."""
+        """Yield the weights of the equivalent model without adapters, by its names."""
         layers = {name: module for name, module in self.model.named_modules() if is_adapted(module)}
         trained = {name for name, _ in self.named_parameters()}
         for name, parameter in self.model.named_parameters():
@@ -77,13 +87,13 @@ class Adapters:
             if owner in layers and kind == ".weight":
                 yield owner + kind, merged_weight(layers[owner])
             elif name not in trained:
-                yield owner + kind, _widened(full_tensor(parameter.detach()))
+                yield owner + kind, full_tensor(parameter.detach())
         for name, layer in quantized_layers(self.model).items():
             owner = name.removesuffix(_BASE)
             yield f"{owner}.weight", merged_weight(layers.get(owner, layer))
 
     def merged_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state dict of the equivalent model without adapters; tied weights once.
+        """Yield the float32 state dict of the equivalent model; tied weights once.
 
         One tensor at a time: all of them need more memory than the model itself.
         """
@@ -91,7 +101,8 @@ class Adapters:
         for name, value in self.model.state_dict().items():
             if name not in parameters:
                 yield name, value
-        yield from self.merged_weights()
+        for name, weight in self.merged_weights():
+            yield name, _widened(weight)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the adapters' own parameters, by their names in the model."""

@@ -187,9 +187,12 @@ class Policy:
         return logits.flatten(0, 1).index_select(0, at)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters by name, as an engine loads them; adapters are merged into them."""
+        """Yield the parameters by name, as an engine loads them.
+
+        Adapters are merged into them, or are published alone.
+        """
         if self.adapters is not None:
-            yield from self.adapters.merged_weights()
+            yield from self.adapters.published_weights()
             return
         for name, parameter in self.model.named_parameters():
             yield name, full_tensor(parameter.detach())

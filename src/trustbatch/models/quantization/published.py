@@ -149,7 +149,8 @@ def _read_nf4(files: _Tensors, weight: str, layer: nn.Linear, device: torch.devi
 
 def _fill_plain(model: Any, files: _Tensors) -> None:
     """Read the parameters that are not quantized."""
-    for path, parameter in model.named_parameters():
+    model.tie_weights()  # so that tied ones are asked for once
+    for path, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
         value = files.read(path)

@@ -129,7 +129,6 @@ class AdaptedLinear:
         else:
             self.down = torch.zeros(num_rows, down.shape[1], dtype=dtype, device=down.device)
         self.up = torch.zeros(sum(self.sizes), self.rank, dtype=dtype, device=down.device)
-        self._has_read_base = False
         self.add = operations.add_low_rank
         if self.up.is_cuda and dtype == torch.bfloat16:
             from trustbatch.rollout.native.adapter_kernels import add_low_rank
@@ -137,10 +136,8 @@ class AdaptedLinear:
             self.add = add_low_rank
 
     def refresh(self) -> None:
-        """Round the current adapters; the base is frozen, so that it is read once."""
-        if not self._has_read_base:
-            self.base.refresh()
-            self._has_read_base = True
+        """Round the current adapters, and frozen weights of which there is a copy."""
+        self.base.refresh()
         downs, ups = self.down.split(self.rank), self.up.split(self.sizes)
         for layer, down, up in zip(self.layers, downs, ups, strict=True):
             if is_adapted(layer):
