@@ -196,9 +196,7 @@ def _refuse_other_targets(model: Any, config: LoraConfig) -> None:
     if config.targets == (ALL_LINEAR,):
         return
     head = model.get_output_embeddings()
-    inside = {
-        name: m for name, m in model.named_modules() if type(m) in _LINEAR and m is not head
-    }
+    inside = {name: m for name, m in model.named_modules() if type(m) in _LINEAR and m is not head}
     for target in config.targets:
         found = [
             (name, module)

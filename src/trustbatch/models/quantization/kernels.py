@@ -93,7 +93,9 @@ def _multiply(
             blocks: tl.constexpr = COLUMNS // BLOCK
             column = tl.arange(0, half)
             code = tl.load(
-                codes + output * (width // 2) + (start // 2 + column)[None, :], mask=has_output, other=0
+                codes + output * (width // 2) + (start // 2 + column)[None, :],
+                mask=has_output,
+                other=0,
             )
             scale = tl.load(
                 scales + output * num_blocks + (start // BLOCK + tl.arange(0, blocks))[None, :],
@@ -110,7 +112,9 @@ def _multiply(
         else:
             column = start + tl.arange(0, COLUMNS)
             code = tl.load(codes + output * width + column[None, :], mask=has_output, other=0)
-            scale = tl.load(scales + output * num_blocks + start // BLOCK, mask=has_output, other=0.0)
+            scale = tl.load(
+                scales + output * num_blocks + start // BLOCK, mask=has_output, other=0.0
+            )
             weight = (_level(code, levels, FORMAT) * scale).to(dtype)
             part = tl.load(rows + row * width + column[:, None], mask=has_row, other=0.0)
             total = tl.dot(weight, part, total)
@@ -121,9 +125,7 @@ def _multiply(
 
 def multiplies(rows: Tensor, weight: Codes) -> bool:
     """Whether `multiply` is for these rows."""
-    return (
-        rows.dtype == torch.bfloat16 and len(rows) <= FEW_ROWS and not weight.columns % COLUMNS
-    )
+    return rows.dtype == torch.bfloat16 and len(rows) <= FEW_ROWS and not weight.columns % COLUMNS
 
 
 def multiply(rows: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
