@@ -34,6 +34,7 @@ from trustbatch.rollout.native.decoder import LlamaDecoder
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.native.linear import PackedLinear
 from trustbatch.rollout.native.quantized_linear import QuantizedProduct
+from trustbatch.training.layers import compile_layers, recompute_layers
 
 pytest.importorskip("peft")
 
@@ -211,6 +212,23 @@ def test_adapters_learn_as_beside_ordinary_weights_of_the_same_numbers(
     assert float(found[0].abs().max()) > 0
     assert torch.equal(*found)
     assert torch.equal(policy_logp(policy, sequences), policy_logp(plain, sequences))
+
+
+@pytest.mark.parametrize("change", ["compiled", "recomputed"])
+def test_layers_that_are_compiled_or_recomputed(tiny_folder: Path, change: str) -> None:
+    found = []
+    for changed in (False, True):
+        policy = quantized_policy(tiny_folder, "nf4")
+        sequences = sample_sequences(policy)
+        if changed and change == "compiled":
+            compile_layers(policy.model, backend="aot_eager")
+        elif changed:
+            recompute_layers(policy.model)
+        trainer = make_trainer(policy)
+        gradients = watch_gradients(trainer)
+        trainer.train(sequences)
+        found.append(flat(gradients))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("packs", [True, False])

@@ -140,6 +140,12 @@ def _dequantize(
         tl.store(own + at, _scaled(_byte_level(code, FORMAT), scale, dtype), mask=has_byte)
 
 
+def _levels(weight: Codes, dtype: torch.dtype) -> Tensor | None:
+    """Return the table of levels where a kernel reads one from memory."""
+    has_table = weight.format.name == "nf4" and dtype != torch.bfloat16
+    return nf4_levels(weight.codes.device) if has_table else None
+
+
 def dequantize(weight: Codes, dtype: torch.dtype) -> Tensor:
     """Return a weight [out, in] on a GPU in a floating-point type."""
     rows, num_bytes = weight.codes.shape
@@ -147,7 +153,7 @@ def dequantize(weight: Codes, dtype: torch.dtype) -> Tensor:
     _dequantize[(rows, triton.cdiv(num_bytes, BYTES_AT_ONCE))](
         weight.codes,
         weight.scales,
-        nf4_levels(weight.codes.device),
+        _levels(weight, dtype),
         out,
         weight.columns,
         num_bytes,
@@ -215,7 +221,7 @@ def multiply(rows: Tensor, weight: Codes, bias: Tensor | None, tile: Tile | None
         rows.contiguous(),
         weight.codes,
         weight.scales,
-        nf4_levels(rows.device),
+        _levels(weight, rows.dtype),
         bias,
         out,
         len(rows),

@@ -76,11 +76,18 @@ class _Product(torch.autograd.Function):
         return grad @ weight, None, None, None, None
 
 
+# as one operation, which torch.compile does not look into
+@torch.library.custom_op("trustbatch::dequantized", mutates_args=())
 def _dequantized(
     codes: Tensor, scale_bits: Tensor, name: str, columns: int, dtype: torch.dtype
 ) -> Tensor:
     weight = Codes(codes, scale_bits.view(torch.float32), FORMATS[name], columns)
     return weight.dequantized(dtype)
+
+
+@_dequantized.register_fake
+def _(codes: Tensor, scale_bits: Tensor, name: str, columns: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(len(codes), columns, dtype=dtype)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
