@@ -280,10 +280,6 @@ def test_runs_that_can_not_be(
     run = {"folder": str(tmp_path), "name": "run"}
     with pytest.raises(ConfigError, match=r"can't be trained: add the table \[model.lora\]"):
         trustbatch.train(**settings(tmp_path / "model"), run=run)
-    config = settings(tmp_path / "model", lora={"rank": 4})
-    config["rollout"]["engine"] = "vllm"
-    with pytest.raises(ConfigError, match=r'set that to "native", or take the original'):
-        trustbatch.train(**config, run=run)
     monkeypatch.setattr(policies, "num_ranks", lambda: 2)
     config = parse_config(settings(tmp_path / "model", lora={"rank": 4}))
     with pytest.raises(ConfigError, match="can't be divided over processes"):

@@ -47,27 +47,13 @@ def load_model(config: Config, name: str | None = None) -> Policy:
         quantization=config.model.quantization,
         trust_remote_code=config.model.trust_remote_code,
     )
-    _refuse_quantized(config, policy)
-    return policy
-
-
-def _refuse_quantized(config: Config, policy: Policy) -> None:
-    """Refuse quantized weights where they would be divided, or an engine can't have the same."""
-    if policy.quantization is None:
-        return
-    if num_ranks() > 1:
+    if policy.quantization is not None and num_ranks() > 1:
         raise ConfigError(
             f"{policy.name} has quantized weights ({policy.quantization}), which can't be divided "
             "over processes: start the run without torchrun and with one trainer, or take the "
             "original model without model.quantization."
         )
-    engine = config.rollout.engine
-    if config.model.quantization is None and not engine_info(engine).loads_adapters:
-        raise ConfigError(
-            f"{policy.name} was published with quantized weights, into which rollout.engine = "
-            f'"{engine}" can\'t load merged ones: set that to "native", or take the original model '
-            f'and model.quantization = "{policy.quantization}".'
-        )
+    return policy
 
 
 def add_adapters(config: Config, policy: Policy) -> None:
@@ -75,7 +61,7 @@ def add_adapters(config: Config, policy: Policy) -> None:
     if config.model.lora is not None:
         policy.add_adapters(config.model.lora, seed=config.seed)
         assert policy.adapters is not None
-        policy.adapters.published_alone = engine_info(config.rollout.engine).loads_adapters
+        policy.adapters.published_alone = _loads_adapters(config)
     elif policy.quantization is not None:
         raise ConfigError(
             f"{policy.name} was published with quantized weights ({policy.quantization}), which "
@@ -85,8 +71,12 @@ def add_adapters(config: Config, policy: Policy) -> None:
 
 def load_for_engine(config: Config) -> Policy:
     """Load a frozen model for an engine in another process, with what it gets weights for."""
-    loads_adapters = engine_info(config.rollout.engine).loads_adapters
-    return (load_policy(config) if loads_adapters else load_model(config)).freeze()
+    return (load_policy(config) if _loads_adapters(config) else load_model(config)).freeze()
+
+
+def _loads_adapters(config: Config) -> bool:
+    info = engine_info(config.rollout.engine)
+    return info.loads_adapters(info.table(config.rollout))
 
 
 def build_replica(config: Config, policy: Policy) -> Policy | None:
@@ -95,7 +85,7 @@ def build_replica(config: Config, policy: Policy) -> Policy | None:
     if num_ranks() == 1 or not info.one_per_rank or config.cluster is not None:
         return None
     replica = policy.replica(rank_device(config.model.device), precision=config.rollout.precision)
-    if info.loads_adapters:
+    if _loads_adapters(config):
         add_adapters(config, replica)
     return replica.freeze()
 
