@@ -39,13 +39,21 @@ def load_model(config: Config, name: str | None = None) -> Policy:
         if precision == "auto":
             precision = default_precision(rank_device(device).type)
         device = "cpu"
-    return Policy.load(
+    policy = Policy.load(
         name or config.model.name,
         device=device,
         precision=precision,
         lora=config.model.lora,
+        quantization=config.model.quantization,
         trust_remote_code=config.model.trust_remote_code,
     )
+    if policy.quantization is not None and num_ranks() > 1:
+        raise ConfigError(
+            f"{policy.name} has quantized weights ({policy.quantization}), which can't be divided "
+            "over processes: start the run without torchrun and with one trainer, or take the "
+            "original model without model.quantization."
+        )
+    return policy
 
 
 def add_adapters(config: Config, policy: Policy) -> None:
@@ -54,6 +62,11 @@ def add_adapters(config: Config, policy: Policy) -> None:
         policy.add_adapters(config.model.lora, seed=config.seed)
         assert policy.adapters is not None
         policy.adapters.published_alone = _loads_adapters(config)
+    elif policy.quantization is not None:
+        raise ConfigError(
+            f"{policy.name} was published with quantized weights ({policy.quantization}), which "
+            "can't be trained: add the table [model.lora] for adapters beside them."
+        )
 
 
 def load_for_engine(config: Config) -> Policy:

@@ -17,9 +17,12 @@ from torch import Tensor, nn
 
 from trustbatch.errors import ConfigError
 from trustbatch.models.config import ALL_LINEAR, LoraConfig
+from trustbatch.models.quantization.layer import QuantizedLinear, quantized_layers
 from trustbatch.utils.distributed import full_tensor
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+_LINEAR = (nn.Linear, QuantizedLinear)
+"""kinds of layers that can have an adapter; not their subclasses"""
 _NAME = "default"
 _BASE = ".base_layer"
 _PREFIX = "base_model.model."
@@ -81,6 +84,8 @@ class Adapters:
         for name, parameter in self.model.named_parameters():
             if name not in trained:
                 yield name.replace(_BASE, ""), full_tensor(parameter.detach())
+        for name, layer in quantized_layers(self.model).items():
+            yield f"{name.removesuffix(_BASE)}.weight", layer.weight
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the equivalent model without adapters, by its names."""
@@ -92,6 +97,9 @@ class Adapters:
                 yield owner + kind, merged_weight(layers[owner])
             elif name not in trained:
                 yield owner + kind, full_tensor(parameter.detach())
+        for name, layer in quantized_layers(self.model).items():
+            owner = name.removesuffix(_BASE)
+            yield f"{owner}.weight", merged_weight(layers.get(owner, layer))
 
     def merged_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the float32 state dict of the equivalent model; tied weights once.
@@ -154,14 +162,14 @@ class Adapters:
 
 
 def is_adapted(layer: Any) -> bool:
-    """Whether this is a plain linear layer with an adapter."""
+    """Whether this is a linear layer with an adapter; its weights may be quantized."""
     base = getattr(layer, "base_layer", None)
-    return type(base) is nn.Linear and _NAME in getattr(layer, "lora_A", ())
+    return type(base) in _LINEAR and _NAME in getattr(layer, "lora_A", ())
 
 
 def is_linear(layer: Any) -> bool:
     """Whether a layer is a plain matrix product, with or without an adapter."""
-    return type(layer) is nn.Linear or is_adapted(layer)
+    return type(layer) in _LINEAR or is_adapted(layer)
 
 
 def merged_weight(layer: Any) -> Tensor:
@@ -202,9 +210,7 @@ def _refuse_other_targets(model: Any, config: LoraConfig) -> None:
     if config.targets == (ALL_LINEAR,):
         return
     head = model.get_output_embeddings()
-    inside = {
-        name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head
-    }
+    inside = {name: m for name, m in model.named_modules() if type(m) in _LINEAR and m is not head}
     for target in config.targets:
         found = [
             (name, module)

@@ -22,6 +22,7 @@ from torch.nn import functional
 from trustbatch.errors import ConfigError
 from trustbatch.models.lora import adapter_of, frozen_layer, is_adapted, merged_weight, scale_of
 from trustbatch.rollout.native import operations
+from trustbatch.rollout.native.quantized_linear import QuantizedProduct, are_quantized
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = torch.finfo(E4M3).max  # 448
@@ -268,6 +269,8 @@ def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool =
     if precision == "float32" and not parameter.is_cuda and PackedLinear.available():
         return PackedLinear(layers)
     if not any(is_adapted(layer) for layer in layers):
+        if are_quantized(layers):
+            return _build_frozen(layers, layers, precision)
         if precision == "fp8":
             return _build_fp8(layers)
         return OwnLinear(layers) if parameter.dtype == wanted else RoundedLinear(layers, wanted)
@@ -278,10 +281,12 @@ def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool =
 def _build_frozen(
     frozen: Sequence[nn.Linear], layers: Sequence[nn.Linear], precision: str
 ) -> Linear:
-    """Choose how the frozen weights of layers with adapters are multiplied."""
+    """Choose how frozen weights are multiplied; `layers` are the same, with their adapters."""
     if precision == "fp8":
         return _build_fp8(frozen)
     wanted = getattr(torch, precision)
+    if are_quantized(frozen):
+        return QuantizedProduct(frozen, wanted)
     if all(layer.weight.dtype == wanted for layer in frozen):
         rank = next(len(adapter_of(layer)[0]) for layer in layers if is_adapted(layer))
         return JoinedLinear(frozen, num_spare=rank * len(layers))
