@@ -79,9 +79,9 @@ def test_tokens_are_quantized_as_rows_are() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_processors", [1, 64])
-@pytest.mark.parametrize("with_norms", [True, False])
+@pytest.mark.parametrize(("with_norms", "shares"), [(True, True), (False, True), (True, False)])
 def test_pages_hold_and_read_what_the_dense_cache_does(
-    dtype: torch.dtype, num_processors: int, with_norms: bool
+    dtype: torch.dtype, num_processors: int, with_norms: bool, shares: bool
 ) -> None:
     """Prompts of several lengths, copies, growth, rows that leave and rows that enter."""
     torch.manual_seed(0)
@@ -93,6 +93,8 @@ def test_pages_hold_and_read_what_the_dense_cache_does(
     rotary = (angles.cos(), angles.sin())
     paged = PagedCache(heads, 2, dtype, device=DEVICE, max_rows=16)
     paged.num_processors = num_processors
+    if shares:
+        paged.tiles.least_saved = 0
     dense = DenseCache(heads, 2, dtype)
     if DEVICE.type == "cuda":
         for part in (paged.keys, paged.values):
@@ -114,6 +116,7 @@ def test_pages_hold_and_read_what_the_dense_cache_does(
         position = torch.tensor(paged.lengths, device=DEVICE)
         for cache in (paged, dense):
             cache.reserve(1)
+        assert paged.shares_pages == shares
         for layer in range(2):
             width = (heads.num_query + 2 * heads.num_kv) * heads.dim
             qkv = torch.randn(len(position), width, device=DEVICE).to(dtype)

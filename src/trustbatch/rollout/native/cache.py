@@ -42,6 +42,11 @@ class Cache(Protocol):
         ...
 
     @property
+    def shares_pages(self) -> bool:
+        """Whether attention reads some pages for several rows at once, with kernels of its own."""
+        ...
+
+    @property
     def longest(self) -> int:
         """Tokens in the longest row."""
         ...

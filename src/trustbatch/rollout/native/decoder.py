@@ -33,6 +33,11 @@ class Decoder(Protocol):
         """Changes whenever a tensor that a CUDA graph reads has moved."""
         ...
 
+    @property
+    def shares_pages(self) -> bool:
+        """Whether a step reads some pages for several rows at once, with kernels of its own."""
+        ...
+
     def refresh(self) -> None:
         """Read the current values of the trainer's parameters."""
         ...
@@ -105,6 +110,11 @@ class LlamaDecoder:
     def address(self) -> tuple[int, int]:
         """Changes whenever a tensor that a CUDA graph reads has moved."""
         return self._moves, self.cache.address
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether a step reads some pages for several rows at once, with kernels of its own."""
+        return self.cache.shares_pages
 
     def refresh(self) -> None:
         """Read the current values of the trainer's parameters."""

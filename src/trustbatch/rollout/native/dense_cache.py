@@ -13,6 +13,8 @@ class DenseCache:
 
     address = 0
     """there are no CUDA graphs on a CPU"""
+    shares_pages = False
+    """there are no pages"""
 
     def __init__(self, heads: Heads, num_layers: int, dtype: torch.dtype) -> None:
         self.heads = heads

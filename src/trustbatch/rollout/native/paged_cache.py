@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trustbatch.rollout.native import kernels
+from trustbatch.rollout.native import attention_kernels
 from trustbatch.rollout.native.cache import GROWTH, PAGE, CacheFullError, HeadNorms, Heads
+from trustbatch.rollout.native.prompt_tiles import PromptTiles
 
 SCRATCH = 0
 """the page that padding writes to"""
@@ -46,6 +47,8 @@ class PagedCache:
         self.shape = (heads.num_kv, PAGE, heads.dim)
         self.num_processors = _num_processors(device)
         self.max_rows = max_rows
+        page_bytes = 2 * heads.num_kv * PAGE * heads.dim * dtype.itemsize
+        self.tiles = PromptTiles(heads, page_bytes=page_bytes, max_rows=max_rows, device=device)
         self.address = 0
         """changes whenever a tensor that a CUDA graph reads has moved"""
         self._most_held = self._expected = 0
@@ -60,10 +63,13 @@ class PagedCache:
         self.address += 1
         self.rows: list[list[int]] = []
         self.lengths: list[int] = []
+        self._prompts: list[tuple[int, int]] = []
+        """each row's prompt, and how many of its pages all its rows share"""
+        self._num_prompts = 0
         self._holders = [1]  # the scratch page is never free
         self._free: list[int] = []
         self._new = _NewPrompts([], [], [])
-        self._table_is_current = False
+        self._table_is_current = self._rows_are_current = False
         self._expected = int(self._most_held * SPARE)
         self._most_held = 0
 
@@ -71,6 +77,11 @@ class PagedCache:
     def longest(self) -> int:
         """Tokens in the longest row."""
         return max(self.lengths, default=0)
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether attention reads some pages for several rows at once, with kernels of its own."""
+        return self.tiles.shared is not None
 
     @property
     def num_pages(self) -> int:
@@ -99,6 +110,8 @@ class PagedCache:
         for pages, length, count in zip(*self._new, strict=True):
             is_partial = length % PAGE != 0
             shared = pages[:-1] if is_partial else pages
+            self._prompts += [(self._num_prompts, len(shared))] * count
+            self._num_prompts += 1
             for number in range(count):
                 row = list(shared)
                 if number > 0:
@@ -112,7 +125,7 @@ class PagedCache:
                     row.append(own)
                 self.rows.append(row)
                 self.lengths.append(length)
-        self._table_is_current = False
+        self._rows_are_current = False
         if sources:
             source, target = self._to_device(sources).long(), self._to_device(targets).long()
             for pool in (*self.keys, *self.values):
@@ -129,7 +142,7 @@ class PagedCache:
         """Store one key and value per row, from [n, (H + 2 KV) D]; return attention [n, H D]."""
         keys, values = self.keys[layer], self.values[layer]
         table = self.table[: len(qkv)]
-        query = kernels.rotate_and_store(
+        query = attention_kernels.rotate_and_store(
             qkv,
             keys,
             values,
@@ -140,8 +153,15 @@ class PagedCache:
             epsilon=self.heads.epsilon,
             num_heads=self.heads.num_query,
         )
-        splits = kernels.splits_for(len(qkv), self.heads.num_kv, self.num_processors)
-        out = kernels.attend(query, keys, values, table=table, position=position, splits=splits)
+        out = attention_kernels.attend(
+            query,
+            keys,
+            values,
+            table=table,
+            position=position,
+            num_processors=self.num_processors,
+            shared=self.tiles.shared,
+        )
         return out.flatten(1)
 
     def reserve(self, num_steps: int) -> None:
@@ -152,8 +172,11 @@ class PagedCache:
             if number > len(row):
                 row.extend(self._take() for _ in range(number - len(row)))
                 self._table_is_current = False
-        if not self._table_is_current:
+        if not self._table_is_current or not self._rows_are_current:
             self._write_table(max(wanted, default=1))
+        if not self._rows_are_current:
+            self.tiles.write(self._prompts)
+            self._rows_are_current = True
 
     def advance(self, num_steps: int) -> None:
         """Advance all rows by `num_steps` tokens."""
@@ -170,7 +193,8 @@ class PagedCache:
                         self._free.append(page)
         self.rows = [self.rows[number] for number in index]
         self.lengths = [self.lengths[number] for number in index]
-        self._table_is_current = False
+        self._prompts = [self._prompts[number] for number in index]
+        self._rows_are_current = False
 
     def _take(self) -> int:
         page = self._free.pop()
