@@ -3,6 +3,9 @@
 Pages that several rows share, those of a prompt with several samples, are read once for all of
 them: one kernel attends to them for a tile of rows at a time, and the next one continues for each
 row with the pages of its own.
+
+FP8 keys and values are e4m3 with a scale for each token and head, so that the largest number of a
+head is the largest e4m3 number. They are multiplied as float16, which holds every e4m3 number.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
@@ -23,6 +26,25 @@ TILE_QUERIES = 32
 ROWS_PER_TILE_PROGRAM = 8
 """rows of the batch per program for shared pages: with smaller tiles a program has several"""
 MAX_SPLITS = 16
+FEWEST_PAIRS = 16
+"""pairs of dimensions that a product of pairs needs"""
+E4M3_MAX = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class LayerPages(NamedTuple):
+    """Keys and values [pages, KV heads, PAGE, D] of one layer; FP8 ones are bytes with scales."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    """[pages, KV heads, PAGE] float32"""
+    value_scales: Tensor | None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether keys and values are e4m3."""
+        return self.key_scales is not None
 
 
 class SharedPages(NamedTuple):
@@ -55,11 +77,26 @@ def _rotated(heads, inside, dims, norm, epsilon, cos, sin, D: tl.constexpr):
 
 
 @triton.jit
+def _store_heads(x, pool, scales, slot, inside, D: tl.constexpr):
+    """Store heads [n, D] at `slot` [n, 1], as e4m3 if there are scales."""
+    if scales is not None:
+        wide = x.to(tl.float32)
+        largest = tl.max(tl.abs(wide), 1)[:, None]
+        scale = tl.where(largest > 0, largest / E4M3_MAX, 1.0)
+        tl.store(scales + slot, scale, mask=inside)
+        x = tl.clamp(wide / scale, -E4M3_MAX, E4M3_MAX)
+    dims = tl.arange(0, D)[None, :]
+    tl.store(pool + slot * D + dims, x.to(pool.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _rotate_and_store(
     qkv,
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     cosines,
     sines,
     position,
@@ -86,17 +123,16 @@ def _rotate_and_store(
     q = _rotated(source + head * D, is_head, dims, q_norm, epsilon, cos, sin, D)
     tl.store(query + (row * NUM_HEADS + head) * D + dims, q, mask=is_head)
     source += NUM_HEADS * D
-    slot = ((page * NUM_KV + kv) * PAGE + here % PAGE) * D + dims
+    slot = (page * NUM_KV + kv) * PAGE + here % PAGE
     k = _rotated(source + kv * D, is_kv, dims, k_norm, epsilon, cos, sin, D)
-    tl.store(keys + slot, k, mask=is_kv)
+    _store_heads(k, keys, key_scales, slot, is_kv, D)
     v = tl.load(source + (NUM_KV + kv) * D + dims, mask=is_kv, other=0.0)
-    tl.store(values + slot, v, mask=is_kv)
+    _store_heads(v, values, value_scales, slot, is_kv, D)
 
 
 def rotate_and_store(
     qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    pages: LayerPages,
     *,
     rotary: tuple[Tensor, Tensor],
     position: Tensor,
@@ -107,10 +143,12 @@ def rotate_and_store(
 ) -> Tensor:
     """Store one new key and value per row in its page; return the rotated queries [n, H, D].
 
-    keys and values are one layer's pages [pages, KV heads, PAGE, D]; `norms` are the weights of
-    the norms that some models have on queries and keys.
+    `norms` are the weights of the norms that some models have on queries and keys.
     """
-    _, num_kv, page, head_dim = keys.shape
+    _, num_kv, page, head_dim = pages.keys.shape
+    keys, values = pages.keys, pages.values
+    if pages.is_fp8:
+        keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
     query = qkv.new_empty(len(qkv), num_heads, head_dim)
     q_norm, k_norm = norms if norms is not None else (None, None)
     _rotate_and_store[(len(qkv),)](
@@ -118,6 +156,8 @@ def rotate_and_store(
         query,
         keys,
         values,
+        pages.key_scales,
+        pages.value_scales,
         *rotary,
         position,
         table,
@@ -137,10 +177,74 @@ def rotate_and_store(
 
 
 @triton.jit
+def _load_dims(heads, inside, D: tl.constexpr, PAIRS: tl.constexpr):
+    """Load heads [n, D] that `heads` [n, 1] points to; in pairs, even and odd dimensions."""
+    if PAIRS:
+        pairs = 2 * tl.arange(0, D // 2)[None, :]
+        even = tl.load(heads + pairs, mask=inside, other=0.0)
+        return even, tl.load(heads + pairs + 1, mask=inside, other=0.0)
+    else:
+        return tl.load(heads + tl.arange(0, D)[None, :], mask=inside, other=0.0), 0.0
+
+
+@triton.jit
+def _store_dims(heads, x, odd, inside, D: tl.constexpr, PAIRS: tl.constexpr):
+    """Store what `_load_dims` would load."""
+    if PAIRS:
+        pairs = 2 * tl.arange(0, D // 2)[None, :]
+        tl.store(heads + pairs, x.to(heads.dtype.element_ty), mask=inside)
+        tl.store(heads + pairs + 1, odd.to(heads.dtype.element_ty), mask=inside)
+    else:
+        dims = tl.arange(0, D)[None, :]
+        tl.store(heads + dims, x.to(heads.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _no_sums(PADDED: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr):
+    """Return weighted sums of no values [PADDED, D]; in pairs, of even and odd dimensions."""
+    if PAIRS:
+        empty = tl.zeros([PADDED, D // 2], tl.float32)
+        return empty, empty
+    else:
+        return tl.zeros([PADDED, D], tl.float32), 0.0
+
+
+@triton.jit
+def _unpacked(pairs):
+    """Return the low and the high bytes of int16 numbers, which are e4m3, as float16."""
+    if INTERPRETED:
+        low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        high = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return low.to(tl.float16), high.to(tl.float16)
+    else:
+        # two pairs at a time: sort the bytes, then convert two bytes in one instruction
+        return tl.inline_asm_elementwise(
+            asm="""
+            {
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }
+            """,
+            constraints="=r,=r,r",
+            args=[pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
 def _attend_to_pages(
     q,
+    q_odd,
     keys,
     values,
+    key_scales,
+    value_scales,
     pages,
     begin,
     end,
@@ -148,34 +252,57 @@ def _attend_to_pages(
     head,
     largest,
     total,
-    weighted,
+    sums,
+    odd_sums,
     scale,
     NUM_KV: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """Continue a softmax over scores: its maximum, its sum, and the weighted sum of values."""
-    dims, slots = tl.arange(0, D), tl.arange(0, PAGE)
+    """Continue a softmax over scores: its maximum, its sum, and the weighted sums of values.
+
+    With PAIRS, two e4m3 numbers are one int16: tensor cores take the tokens of a page as they lie
+    in memory if a number has two bytes, and else every byte is moved by itself.
+    """
+    WIDTH: tl.constexpr = D // 2 if PAIRS else D
+    dims, slots = tl.arange(0, WIDTH), tl.arange(0, PAGE)
     for number in range(begin, end):
         page = tl.load(pages + number).to(tl.int64)
-        start = (page * NUM_KV + head) * PAGE * D
+        slot = (page * NUM_KV + head) * PAGE
+        start = slot * WIDTH
         inside = number * PAGE + slots < length
         # slots beyond the length hold anything, even NaN: no product may touch them
-        k = tl.load(
-            keys + start + slots[None, :] * D + dims[:, None], mask=inside[None, :], other=0.0
-        )
-        v = tl.load(values + start + slots[:, None] * D + dims, mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+        k = tl.load(keys + start + slots[None, :] * WIDTH + dims[:, None], mask=inside[None, :],
+                    other=0)  # fmt: skip
+        v = tl.load(values + start + slots[:, None] * WIDTH + dims, mask=inside[:, None], other=0)
+        if PAIRS:
+            k_even, k_odd = _unpacked(k)
+            scores = tl.dot(q_odd, k_odd, acc=tl.dot(q, k_even)) * scale
+        else:
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if key_scales is not None:
+            scores *= tl.load(key_scales + slot + slots, mask=inside, other=0.0)[None, :]
         scores = tl.where(inside[None, :], scores, -float("inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         shrink = tl.exp(largest - new_largest)
         weights = tl.exp(scores - new_largest[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        weighted = weighted * shrink[:, None] + tl.dot(
-            weights.to(v.dtype), v, input_precision="ieee"
-        )
+        if value_scales is not None:
+            # times the largest value rather than the scale: float16 has no smaller numbers
+            factors = tl.load(value_scales + slot + slots, mask=inside, other=0.0) * E4M3_MAX
+            weights *= factors[None, :]
+        weights = weights.to(q.dtype)
+        sums *= shrink[:, None]
+        if PAIRS:
+            v_even, v_odd = _unpacked(v)
+            odd_sums *= shrink[:, None]
+            sums = tl.dot(weights, v_even, acc=sums)
+            odd_sums = tl.dot(weights, v_odd, acc=odd_sums)
+        else:
+            sums += tl.dot(weights, v.to(q.dtype), input_precision="ieee")
         largest = new_largest
-    return largest, total, weighted
+    return largest, total, sums, odd_sums
 
 
 @triton.jit
@@ -183,6 +310,8 @@ def _attend_shared(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     table_stride,
     num_tiles,
@@ -190,7 +319,7 @@ def _attend_shared(
     tile_pages,
     parts,
     part_max,
-    part_sum,
+    part_total,
     scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -200,9 +329,10 @@ def _attend_shared(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     head, split = tl.program_id(1), tl.program_id(2)
-    lanes, dims = tl.arange(0, PADDED), tl.arange(0, D)
+    lanes = tl.arange(0, PADDED)
     for tile in range(tl.program_id(0), tl.load(num_tiles), tl.num_programs(0)):
         num_pages = tl.load(tile_pages + tile)
         pages_each = (num_pages + SPLITS - 1) // SPLITS
@@ -213,13 +343,20 @@ def _attend_shared(
             row = tl.load(members + lanes // GROUP, mask=lanes < ROWS * GROUP, other=-1)
             is_query = row >= 0
             row_head = row.to(tl.int64) * NUM_HEADS + head * GROUP + lanes % GROUP
-            q = tl.load(
-                query + row_head[:, None] * D + dims, mask=is_query[:, None], other=0.0
-            )
-            largest, total, weighted = _attend_to_pages(
+            inside = is_query[:, None]
+            q, q_odd = _load_dims(query + row_head[:, None] * D, inside, D, PAIRS)
+            if key_scales is not None:
+                q = q.to(tl.float16)
+            if PAIRS:
+                q_odd = q_odd.to(tl.float16)
+            sums, odd_sums = _no_sums(PADDED, D, PAIRS)
+            largest, total, sums, odd_sums = _attend_to_pages(
                 q,
+                q_odd,
                 keys,
                 values,
+                key_scales,
+                value_scales,
                 table + tl.load(members).to(tl.int64) * table_stride,
                 begin,
                 end,
@@ -227,16 +364,18 @@ def _attend_shared(
                 head,
                 tl.full([PADDED], -float("inf"), tl.float32),
                 tl.zeros([PADDED], tl.float32),
-                tl.zeros([PADDED, D], tl.float32),
+                sums,
+                odd_sums,
                 scale,
                 NUM_KV,
                 D,
                 PAGE,
+                PAIRS,
             )
             part = row_head * SPLITS + split
-            tl.store(parts + part[:, None] * D + dims, weighted, mask=is_query[:, None])
+            _store_dims(parts + part[:, None] * D, sums, odd_sums, inside, D, PAIRS)
             tl.store(part_max + part, largest, mask=is_query)
-            tl.store(part_sum + part, total, mask=is_query)
+            tl.store(part_total + part, total, mask=is_query)
 
 
 @triton.jit
@@ -244,16 +383,18 @@ def _attend(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     table_stride,
     position,
     row_pages,
     shared,
     shared_max,
-    shared_sum,
+    shared_total,
     out,
     part_max,
-    part_sum,
+    part_total,
     scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -263,18 +404,24 @@ def _attend(
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
     SHARED_SPLITS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head, split = tl.program_id(1), tl.program_id(2)
     length = tl.load(position + row) + 1
     num_pages = (length + PAGE - 1) // PAGE
-    group, dims = tl.arange(0, PADDED), tl.arange(0, D)
+    group = tl.arange(0, PADDED)
     is_head = group < GROUP
+    inside = is_head[:, None]
     row_head = row * NUM_HEADS + head * GROUP + group
-    q = tl.load(query + row_head[:, None] * D + dims, mask=is_head[:, None], other=0.0)
+    q, q_odd = _load_dims(query + row_head[:, None] * D, inside, D, PAIRS)
+    if key_scales is not None:
+        q = q.to(tl.float16)
+    if PAIRS:
+        q_odd = q_odd.to(tl.float16)
     largest = tl.full([PADDED], -float("inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
-    weighted = tl.zeros([PADDED, D], tl.float32)
+    sums, odd_sums = _no_sums(PADDED, D, PAIRS)
     num_shared = 0
     if SHARED_SPLITS > 0:
         num_shared = tl.load(row_pages + row)
@@ -285,19 +432,22 @@ def _attend(
             found = tl.load(shared_max + part, mask=is_head, other=0.0)
             new_largest = tl.maximum(largest, found)
             shrink, factor = tl.exp(largest - new_largest), tl.exp(found - new_largest)
-            found_sum = tl.load(shared_sum + part, mask=is_head, other=0.0)
-            values_found = tl.load(
-                shared + part[:, None] * D + dims, mask=is_head[:, None], other=0.0
-            )
-            total = total * shrink + found_sum * factor
-            weighted = weighted * shrink[:, None] + values_found * factor[:, None]
+            found_total = tl.load(shared_total + part, mask=is_head, other=0.0)
+            found_sums, found_odd = _load_dims(shared + part[:, None] * D, inside, D, PAIRS)
+            total = total * shrink + found_total * factor
+            sums = sums * shrink[:, None] + found_sums * factor[:, None]
+            if PAIRS:
+                odd_sums = odd_sums * shrink[:, None] + found_odd * factor[:, None]
             largest = new_largest
     pages_each = (num_pages - num_shared + SPLITS - 1) // SPLITS
     begin = num_shared + split * pages_each
-    largest, total, weighted = _attend_to_pages(
+    largest, total, sums, odd_sums = _attend_to_pages(
         q,
+        q_odd,
         keys,
         values,
+        key_scales,
+        value_scales,
         table + row * table_stride,
         begin,
         tl.minimum(begin + pages_each, num_pages),
@@ -305,34 +455,35 @@ def _attend(
         head,
         largest,
         total,
-        weighted,
+        sums,
+        odd_sums,
         scale,
         NUM_KV,
         D,
         PAGE,
+        PAIRS,
     )
+    factor = tl.full([PADDED, 1], 1.0, tl.float32)
+    if value_scales is not None:
+        factor /= E4M3_MAX
     if SPLITS == 1:
-        weighted = weighted / total[:, None]
-        tl.store(
-            out + row_head[:, None] * D + dims,
-            weighted.to(out.dtype.element_ty),
-            mask=is_head[:, None],
-        )
+        factor /= total[:, None]
+        part = row_head
     else:
         part = row_head * SPLITS + split
-        tl.store(out + part[:, None] * D + dims, weighted, mask=is_head[:, None])
         tl.store(part_max + part, largest, mask=is_head)
-        tl.store(part_sum + part, total, mask=is_head)
+        tl.store(part_total + part, total, mask=is_head)
+    _store_dims(out + part[:, None] * D, sums * factor, odd_sums * factor, inside, D, PAIRS)
 
 
 @triton.jit
-def _combine(parts, part_max, part_sum, out, SPLITS: tl.constexpr, D: tl.constexpr):
+def _combine(parts, part_max, part_total, out, SPLITS: tl.constexpr, D: tl.constexpr):
     row_head = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, D)
     maxima = tl.load(part_max + row_head * SPLITS + splits)
     # a part without a page has maximum -inf and counts nothing
     shrink = tl.exp(maxima - tl.max(maxima))
-    total = tl.sum(shrink * tl.load(part_sum + row_head * SPLITS + splits))
+    total = tl.sum(shrink * tl.load(part_total + row_head * SPLITS + splits))
     weighted = tl.load(parts + (row_head * SPLITS + splits[:, None]) * D + dims)
     result = tl.sum(weighted * shrink[:, None], 0) / total
     tl.store(out + row_head * D + dims, result.to(out.dtype.element_ty))
@@ -340,8 +491,7 @@ def _combine(parts, part_max, part_sum, out, SPLITS: tl.constexpr, D: tl.constex
 
 def attend(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    pages: LayerPages,
     *,
     table: Tensor,
     position: Tensor,
@@ -354,9 +504,16 @@ def attend(
     programs if there are too few rows for `num_processors`.
     """
     num_rows, num_heads, head_dim = query.shape
-    num_kv, page = keys.shape[1:3]
+    num_kv, page = pages.keys.shape[1:3]
     group = num_heads // num_kv
+    in_pairs = pages.is_fp8 and head_dim >= 2 * FEWEST_PAIRS
+    keys, values = pages.keys, pages.values
+    if pages.is_fp8:
+        byte_pairs = torch.int16 if in_pairs else torch.float8_e4m3fn
+        keys, values = keys.view(byte_pairs), values.view(byte_pairs)
+    sources = (query, keys, values, pages.key_scales, pages.value_scales, table, table.stride(0))
     sizes = {"NUM_HEADS": num_heads, "NUM_KV": num_kv, "GROUP": group, "D": head_dim, "PAGE": page}
+    sizes["PAIRS"] = in_pairs
     scale = head_dim**-0.5
     parts = (None, None, None)
     shared_splits = 0
@@ -366,11 +523,7 @@ def attend(
         parts = _parts_of(query, shared_splits)
         rows = shared.tile_rows.shape[1]
         _attend_shared[(num_programs, num_kv, shared_splits)](
-            query,
-            keys,
-            values,
-            table,
-            table.stride(0),
+            *sources,
             *shared[:3],
             *parts,
             scale,
@@ -385,11 +538,7 @@ def attend(
     out = torch.empty_like(query)
     target, *statistics = (out, None, None) if splits == 1 else _parts_of(query, splits)
     _attend[(num_rows, num_kv, splits)](
-        query,
-        keys,
-        values,
-        table,
-        table.stride(0),
+        *sources,
         position,
         None if shared is None else shared.row_pages,
         *parts,

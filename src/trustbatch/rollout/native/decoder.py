@@ -83,7 +83,9 @@ class LlamaDecoder:
 
     joins_running = True
 
-    def __init__(self, architecture: Architecture, *, precision: str, max_rows: int) -> None:
+    def __init__(
+        self, architecture: Architecture, *, precision: str, kv_precision: str, max_rows: int
+    ) -> None:
         model = architecture.model
         self.architecture = architecture
         self.max_rows = max_rows
@@ -103,7 +105,7 @@ class LlamaDecoder:
 
             self.operations = kernels
         self.rotary = architecture.rotary(ROTARY_STEP, self.device)
-        self.cache = self._new_cache()
+        self.cache = self._new_cache(is_fp8=kv_precision == "fp8")
         self._moves = 0
 
     @property
@@ -208,10 +210,10 @@ class LlamaDecoder:
             self.rotary = self.architecture.rotary(rounded, self.device)
             self._moves += 1
 
-    def _new_cache(self) -> Cache:
+    def _new_cache(self, *, is_fp8: bool) -> Cache:
         num_layers = len(self.layers)
         if self.device.type != "cuda":
-            return DenseCache(self.architecture.heads, num_layers, self.dtype)
+            return DenseCache(self.architecture.heads, num_layers, self.dtype, is_fp8=is_fp8)
         from trustbatch.rollout.native.paged_cache import PagedCache
 
         return PagedCache(
@@ -220,6 +222,7 @@ class LlamaDecoder:
             self.dtype,
             device=self.device,
             max_rows=self.max_rows,
+            is_fp8=is_fp8,
         )
 
 

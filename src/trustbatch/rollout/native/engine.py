@@ -47,11 +47,13 @@ class NativeEngine:
         version: int = 0,
         max_sequences: int = 512,
         precision: str = "auto",
+        kv_precision: str = "auto",
     ) -> None:
         self.policy = policy
         self.seed = seed
         self.max_sequences = max_sequences
         self.precision = policy.precision if precision == "auto" else precision
+        self.kv_precision = kv_precision
         self.newer_weights: NewerWeights | None = None
         """weights to apply in the middle of `generate` (in-flight updates)"""
         self._version = version
@@ -233,6 +235,7 @@ class NativeEngine:
             return LlamaDecoder(
                 architecture,
                 precision=self.precision,
+                kv_precision=self.kv_precision,
                 max_rows=self.max_sequences,
             )
         if self.precision != policy.precision:

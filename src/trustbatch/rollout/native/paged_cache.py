@@ -4,14 +4,16 @@ A prompt's full pages are shared by all its samples; a partly filled page is cop
 to the pool when no row holds it any more.
 """
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trustbatch.rollout.native import attention_kernels
+from trustbatch.rollout.native.attention_kernels import LayerPages, attend, rotate_and_store
 from trustbatch.rollout.native.cache import GROWTH, PAGE, CacheFullError, HeadNorms, Heads
+from trustbatch.rollout.native.linear import quantize_rows
 from trustbatch.rollout.native.prompt_tiles import PromptTiles
 
 SCRATCH = 0
@@ -29,7 +31,10 @@ class _NewPrompts(NamedTuple):
 
 
 class PagedCache:
-    """Pages [pages, KV heads, PAGE, D] of keys and values in each layer, with reference counts."""
+    """Pages [pages, KV heads, PAGE, D] of keys and values in each layer, with reference counts.
+
+    FP8 ones are bytes, as few operations of torch know e4m3, and a scale for each token and head.
+    """
 
     def __init__(
         self,
@@ -39,15 +44,16 @@ class PagedCache:
         *,
         device: torch.device,
         max_rows: int,
+        is_fp8: bool = False,
     ) -> None:
         self.heads = heads
         self.device = device
-        self.dtype = dtype
+        self.dtype = torch.uint8 if is_fp8 else dtype
+        self.is_fp8 = is_fp8
         self.num_layers = num_layers
-        self.shape = (heads.num_kv, PAGE, heads.dim)
         self.num_processors = _num_processors(device)
         self.max_rows = max_rows
-        page_bytes = 2 * heads.num_kv * PAGE * heads.dim * dtype.itemsize
+        page_bytes = 2 * heads.num_kv * PAGE * heads.dim * self.dtype.itemsize
         self.tiles = PromptTiles(heads, page_bytes=page_bytes, max_rows=max_rows, device=device)
         self.address = 0
         """changes whenever a tensor that a CUDA graph reads has moved"""
@@ -56,9 +62,12 @@ class PagedCache:
 
     def clear(self) -> None:
         """Drop all rows and free their memory; the next pool starts with the size they needed."""
-        options = {"dtype": self.dtype, "device": self.device}
-        self.keys = [torch.empty(1, *self.shape, **options) for _ in range(self.num_layers)]
-        self.values = [torch.empty_like(part) for part in self.keys]
+        slots = (1, self.heads.num_kv, PAGE)
+        self.keys, self.values = self._new_pools(*slots, self.heads.dim, dtype=self.dtype)
+        self.key_scales: list[Tensor] = []
+        self.value_scales: list[Tensor] = []
+        if self.is_fp8:
+            self.key_scales, self.value_scales = self._new_pools(*slots, dtype=torch.float32)
         self.table = torch.zeros(self.max_rows, 1, dtype=torch.int32, device=self.device)
         self.address += 1
         self.rows: list[list[int]] = []
@@ -73,10 +82,21 @@ class PagedCache:
         self._expected = int(self._most_held * SPARE)
         self._most_held = 0
 
+    def _new_pools(self, *shape: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        """Return each layer's pool, for keys and for values."""
+        pools = [
+            torch.empty(shape, dtype=dtype, device=self.device) for _ in range(2 * self.num_layers)
+        ]
+        return pools[: self.num_layers], pools[self.num_layers :]
+
     @property
     def longest(self) -> int:
         """Tokens in the longest row."""
         return max(self.lengths, default=0)
+
+    @property
+    def _pools(self) -> tuple[list[Tensor], ...]:
+        return self.keys, self.values, self.key_scales, self.value_scales
 
     @property
     def shares_pages(self) -> bool:
@@ -100,9 +120,17 @@ class PagedCache:
 
     def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
-        for pool, part in ((self.keys[layer], keys), (self.values[layer], values)):
-            part = functional.pad(part, (0, 0, 0, -part.shape[2] % PAGE))
-            pool[self._new_table] = part.unflatten(2, (-1, PAGE)).transpose(1, 2)
+        for pool, part in ((self.keys, keys), (self.values, values)):
+            if self.is_fp8:
+                rounded, scale = quantize_rows(part)
+                part = rounded.view(torch.uint8)
+                scales = self.key_scales if pool is self.keys else self.value_scales
+                self._store(scales[layer][..., None], scale)
+            self._store(pool[layer], part)
+
+    def _store(self, pool: Tensor, part: Tensor) -> None:
+        part = functional.pad(part, (0, 0, 0, -part.shape[2] % PAGE))
+        pool[self._new_table] = part.unflatten(2, (-1, PAGE)).transpose(1, 2)
 
     def finish_prompts(self) -> None:
         """Add the rows of each prompt: full pages are shared, a partly filled one is copied."""
@@ -128,7 +156,7 @@ class PagedCache:
         self._rows_are_current = False
         if sources:
             source, target = self._to_device(sources).long(), self._to_device(targets).long()
-            for pool in (*self.keys, *self.values):
+            for pool in chain(*self._pools):
                 pool[target] = pool[source]
 
     def attend(
@@ -140,12 +168,16 @@ class PagedCache:
         position: Tensor,
     ) -> Tensor:
         """Store one key and value per row, from [n, (H + 2 KV) D]; return attention [n, H D]."""
-        keys, values = self.keys[layer], self.values[layer]
+        pages = LayerPages(
+            self.keys[layer],
+            self.values[layer],
+            self.key_scales[layer] if self.is_fp8 else None,
+            self.value_scales[layer] if self.is_fp8 else None,
+        )
         table = self.table[: len(qkv)]
-        query = attention_kernels.rotate_and_store(
+        query = rotate_and_store(
             qkv,
-            keys,
-            values,
+            pages,
             rotary=rotary,
             position=position,
             table=table,
@@ -153,10 +185,9 @@ class PagedCache:
             epsilon=self.heads.epsilon,
             num_heads=self.heads.num_query,
         )
-        out = attention_kernels.attend(
+        out = attend(
             query,
-            keys,
-            values,
+            pages,
             table=table,
             position=position,
             num_processors=self.num_processors,
@@ -222,10 +253,10 @@ class PagedCache:
     def _grow(self, num_pages: int) -> int:
         """Make every layer's pool at least this large, one after the other."""
         self.address += 1
-        for parts in (self.keys, self.values):
-            for layer in range(self.num_layers):
+        for parts in self._pools:
+            for layer in range(len(parts)):
                 if len(parts[layer]) < num_pages:
-                    grown = parts[layer].new_empty(num_pages, *self.shape)
+                    grown = parts[layer].new_empty(num_pages, *parts[layer].shape[1:])
                     grown[: len(parts[layer])] = parts[layer]
                     parts[layer] = grown
                     if self.device.type == "cuda":
