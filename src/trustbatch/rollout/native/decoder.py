@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trustbatch.errors import ConfigError
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.architecture import Architecture
 from trustbatch.rollout.native.cache import Cache, HeadNorms
@@ -150,7 +151,7 @@ class LlamaDecoder:
                     parts[:, num_rotated:].to(self.dtype),
                 )
             )
-            self.cache.store_prompts(number, key, value)
+            key, value = self.cache.store_prompts(number, key, value)
             # padding is on the right, where the causal mask hides it
             out = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=True
@@ -216,6 +217,11 @@ class LlamaDecoder:
             return DenseCache(self.architecture.heads, num_layers, self.dtype, is_fp8=is_fp8)
         from trustbatch.rollout.native.paged_cache import PagedCache
 
+        if is_fp8 and torch.cuda.get_device_capability(self.device) < (8, 9):
+            raise ConfigError(
+                'rollout.kv_precision = "fp8" needs a GPU that converts FP8 (compute capability '
+                "8.9 or newer): remove it on this one."
+            )
         return PagedCache(
             self.architecture.heads,
             num_layers,

@@ -38,12 +38,13 @@ class DenseCache:
         block = PromptBlock(lengths, copies, self.heads, self.num_layers, self.dtype)
         self.blocks.append(block)
 
-    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
         del layer  # they come in order
         if self.is_fp8:
             keys, values = round_rows(keys), round_rows(values)
         self.blocks[-1].store_prompts(keys, values)
+        return keys, values
 
     def finish_prompts(self) -> None:
         """Do nothing: the rows exist already."""

@@ -37,7 +37,10 @@ _Segment = tuple[int, dict[int, SampledTokens]]
 
 
 class NativeEngine:
-    """Samples from the trainer's own parameters, in the policy's precision or in FP8."""
+    """Samples from the trainer's own parameters, in the policy's precision or in FP8.
+
+    Keys and values can be FP8 too, whatever the precision of matrix products is.
+    """
 
     def __init__(
         self,
@@ -244,6 +247,11 @@ class NativeEngine:
                 f"{policy.model.config.model_type} models in the native engine: remove it, or "
                 'set rollout.engine = "vllm".'
             )
+        if self.kv_precision != "auto":
+            raise ConfigError(
+                f'rollout.kv_precision = "{self.kv_precision}" is not available for '
+                f"{policy.model.config.model_type} models in the native engine: remove it."
+            )
         return PortableDecoder(
             policy.model,
             pad_token_id=policy.pad_token_id,
@@ -304,6 +312,7 @@ class NativeEngine:
             version=version,
             engine=INFO.name,
             precision=self.precision,
+            kv_precision=self.kv_precision,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

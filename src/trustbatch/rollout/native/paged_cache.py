@@ -118,15 +118,23 @@ class PagedCache:
         padded = [each + [SCRATCH] * (widest - len(each)) for each in pages]
         self._new_table = self._to_device(padded).long()
 
-    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
-        for pool, part in ((self.keys, keys), (self.values, values)):
-            if self.is_fp8:
-                rounded, scale = quantize_rows(part)
-                part = rounded.view(torch.uint8)
-                scales = self.key_scales if pool is self.keys else self.value_scales
-                self._store(scales[layer][..., None], scale)
-            self._store(pool[layer], part)
+        if not self.is_fp8:
+            self._store(self.keys[layer], keys)
+            self._store(self.values[layer], values)
+            return keys, values
+        return (
+            self._store_rounded(self.keys[layer], self.key_scales[layer], keys),
+            self._store_rounded(self.values[layer], self.value_scales[layer], values),
+        )
+
+    def _store_rounded(self, pool: Tensor, scales: Tensor, part: Tensor) -> Tensor:
+        """Store e4m3 numbers and their scales; return what they stand for."""
+        rounded, scale = quantize_rows(part)
+        self._store(pool, rounded.view(torch.uint8))
+        self._store(scales[..., None], scale)
+        return (rounded.float() * scale).to(part.dtype)
 
     def _store(self, pool: Tensor, part: Tensor) -> None:
         part = functional.pad(part, (0, 0, 0, -part.shape[2] % PAGE))
