@@ -15,7 +15,7 @@ def make_tiles(*, num_query: int = 16, page_bytes: int = MEBIBYTE, max_rows: int
 def test_adjacent_rows_of_a_prompt_are_a_tile() -> None:
     tiles = make_tiles()  # two queries a row for each key head: eight rows have sixteen
     # ten rows of prompt 0, two of one without a full page, one row alone, and three
-    tiles.write([(0, 9)] * 10 + [(1, 0)] * 2 + [(2, 9)] + [(3, 11)] * 3)
+    tiles.write([(0, 12)] * 10 + [(1, 0)] * 2 + [(2, 12)] + [(3, 11)] * 3)
     assert tiles.shared is not None
     num_tiles, rows, pages, row_pages = tiles.shared
     assert num_tiles.tolist() == [3]
@@ -24,8 +24,8 @@ def test_adjacent_rows_of_a_prompt_are_a_tile() -> None:
         [8, 9, -1, -1, -1, -1, -1, -1],
         [13, 14, 15, -1, -1, -1, -1, -1],
     ]
-    assert pages[:3].tolist() == [9, 9, 11]
-    assert row_pages.tolist() == [9] * 10 + [0] * 3 + [11] * 3 + [0] * 16
+    assert pages[:3].tolist() == [12, 12, 11]
+    assert row_pages.tolist() == [12] * 10 + [0] * 3 + [11] * 3 + [0] * 16
 
 
 def test_rows_that_leave_are_forgotten() -> None:
