@@ -342,7 +342,9 @@ def test_rows_enter_as_others_leave(policy: Policy, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         engine._batch,
         "advance",
-        lambda *arguments: sizes.append(len(engine._batch.rows)) or advance(*arguments),
+        lambda *arguments, **options: (
+            sizes.append(len(engine._batch.rows)) or advance(*arguments, **options)
+        ),
     )
     actual = engine.generate(requests)
     assert tokens(actual) == tokens(expected)
