@@ -151,9 +151,7 @@ def test_what_an_engine_does_not_declare_is_refused(
         config_of(tiny_folder, tmp_path, "copy", cluster=cluster)
 
 
-def test_the_precision_of_keys_and_values_is_the_engines(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_the_precision_of_keys_and_values_is_the_engines(tiny_folder: Path, tmp_path: Path) -> None:
     policy = Policy.load(str(tiny_folder), device="cpu", precision="float32")
     config = config_of(tiny_folder, tmp_path, "native", rollout={"kv_precision": "fp8"})
     engine = build_engine(config, policy)
