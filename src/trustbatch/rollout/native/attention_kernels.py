@@ -9,7 +9,7 @@ head is the largest e4m3 number. They are multiplied as float16, which holds eve
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # (Triton comes with torch on machines with a GPU; it types kernels as plain functions)
 
 from typing import NamedTuple
