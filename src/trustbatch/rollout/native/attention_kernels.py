@@ -244,6 +244,41 @@ def _attend_shared(
 
 
 @triton.jit
+def _add_shared(
+    num_shared,
+    split,
+    row_head,
+    is_head,
+    shared,
+    shared_max,
+    shared_total,
+    largest,
+    total,
+    sums,
+    odd_sums,
+    D: tl.constexpr,
+    SHARED_SPLITS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Continue a softmax, that of a row's first split, with what was found in shared pages."""
+    pages_each = tl.maximum((num_shared + SHARED_SPLITS - 1) // SHARED_SPLITS, 1)
+    num_parts = (num_shared + pages_each - 1) // pages_each
+    for number in range(0, tl.where(split == 0, num_parts, 0)):
+        part = row_head * SHARED_SPLITS + number
+        found = tl.load(shared_max + part, mask=is_head, other=0.0)
+        found_total = tl.load(shared_total + part, mask=is_head, other=0.0)
+        found_sums, found_odd = _load_dims(shared + part[None, :] * D, is_head[None, :], D, PAIRS)
+        new_largest = tl.maximum(largest, found)
+        shrink, factor = tl.exp(largest - new_largest), tl.exp(found - new_largest)
+        total = total * shrink + found_total * factor
+        sums = sums * shrink[None, :] + found_sums * factor[None, :]
+        if PAIRS:
+            odd_sums = odd_sums * shrink[None, :] + found_odd * factor[None, :]
+        largest = new_largest
+    return largest, total, sums, odd_sums
+
+
+@triton.jit
 def _attend(
     query,
     keys,
@@ -287,45 +322,18 @@ def _attend(
     num_shared = 0
     if SHARED_SPLITS > 0:
         num_shared = tl.load(row_pages + row)
-        shared_each = tl.maximum((num_shared + SHARED_SPLITS - 1) // SHARED_SPLITS, 1)
-        num_parts = (num_shared + shared_each - 1) // shared_each
-        for number in range(0, tl.where(split == 0, num_parts, 0)):
-            part = row_head * SHARED_SPLITS + number
-            found = tl.load(shared_max + part, mask=is_head, other=0.0)
-            new_largest = tl.maximum(largest, found)
-            shrink, factor = tl.exp(largest - new_largest), tl.exp(found - new_largest)
-            found_total = tl.load(shared_total + part, mask=is_head, other=0.0)
-            found_sums, found_odd = _load_dims(shared + part[None, :] * D, inside, D, PAIRS)
-            total = total * shrink + found_total * factor
-            sums = sums * shrink[None, :] + found_sums * factor[None, :]
-            if PAIRS:
-                odd_sums = odd_sums * shrink[None, :] + found_odd * factor[None, :]
-            largest = new_largest
+        largest, total, sums, odd_sums = _add_shared(
+            num_shared, split, row_head, is_head, shared, shared_max, shared_total,
+            largest, total, sums, odd_sums, D, SHARED_SPLITS, PAIRS,
+        )  # fmt: skip
     pages_each = (num_pages - num_shared + SPLITS - 1) // SPLITS
     begin = num_shared + split * pages_each
+    end = tl.minimum(begin + pages_each, num_pages)
     largest, total, sums, odd_sums = _attend_to_pages(
-        q,
-        q_odd,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        table + row * table_stride,
-        begin,
-        tl.minimum(begin + pages_each, num_pages),
-        length,
-        head,
-        largest,
-        total,
-        sums,
-        odd_sums,
-        scale,
-        NUM_KV,
-        D,
-        PAGE,
-        STEP,
-        PAIRS,
-    )
+        q, q_odd, keys, values, key_scales, value_scales, table + row * table_stride,
+        begin, end, length, head, largest, total, sums, odd_sums,
+        scale, NUM_KV, D, PAGE, STEP, PAIRS,
+    )  # fmt: skip
     factor = tl.full([1, PADDED], 1.0, tl.float32)
     if value_scales is not None:
         factor /= E4M3_MAX
