@@ -330,6 +330,8 @@ def test_what_the_fast_decoder_does_not_know_it_leaves_to_the_model(
     assert isinstance(engine._batch.decoder, PortableDecoder)
     with pytest.raises(ConfigError, match=r"rollout\.precision"):
         NativeEngine(other, seed=0, precision="fp8")
+    with pytest.raises(ConfigError, match=r"rollout\.kv_precision"):
+        NativeEngine(other, seed=0, kv_precision="fp8")
 
 
 def test_rows_enter_as_others_leave(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +344,9 @@ def test_rows_enter_as_others_leave(policy: Policy, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         engine._batch,
         "advance",
-        lambda *arguments: sizes.append(len(engine._batch.rows)) or advance(*arguments),
+        lambda *arguments, **options: (
+            sizes.append(len(engine._batch.rows)) or advance(*arguments, **options)
+        ),
     )
     actual = engine.generate(requests)
     assert tokens(actual) == tokens(expected)

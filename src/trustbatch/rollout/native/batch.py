@@ -1,6 +1,6 @@
 """The batch being decoded: rows enter, sample tokens without host synchronization, and leave."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class RunningBatch:
         self.token, self.position, self.key, self.num_sampled = zeros
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.buffer = _TokenBuffer(_no_tokens(device), self.num_steps, max_rows)
-        self._graphs: dict[tuple[int, SamplingParams], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool, SamplingParams], torch.cuda.CUDAGraph] = {}
         self._graph_address = decoder.address
         if decoder.uses_cuda_graphs:
             # one for all captures: cuBLAS keeps a workspace for every stream
@@ -80,8 +80,13 @@ class RunningBatch:
         self.rows += new
         return tokens.map(lambda part: part[None].cpu())
 
-    def advance(self, num_steps: int, sampling: SamplingParams) -> SampledTokens:
-        """Return the next tokens [t, n] of all rows, at most `num_steps`, in host memory."""
+    def advance(
+        self, num_steps: int, sampling: SamplingParams, *, meanwhile: Callable[[], None]
+    ) -> SampledTokens:
+        """Return the next tokens [t, n] of all rows, at most `num_steps`, in host memory.
+
+        `meanwhile` is called while a GPU computes them.
+        """
         num_steps = min(self.num_steps, num_steps)
         self.decoder.reserve(num_steps)
         self.column.zero_()
@@ -93,7 +98,11 @@ class RunningBatch:
             for _ in range(num_steps):
                 self._step(len(self.rows), sampling)
         self.decoder.advance(num_steps)
-        return self.buffer.tokens.map(lambda part: part[:num_steps, : len(self.rows)].cpu())
+        meanwhile()
+        # a copy also on a CPU: the buffer is written again before the tokens are stored
+        return self.buffer.tokens.map(
+            lambda part: part[:num_steps, : len(self.rows)].to("cpu", copy=True)
+        )
 
     def keep(self, index: list[int]) -> None:
         """Keep these rows, in this order."""
@@ -129,7 +138,7 @@ class RunningBatch:
         padded = min(padded_rows(num_rows), self.max_rows)
         # padding rows are at position 0 of the scratch page
         self.position[num_rows:padded] = 0
-        key = (padded, sampling)
+        key = (padded, self.decoder.shares_pages, sampling)
         if key not in self._graphs:
             self._graphs[key] = self._capture_graph(padded, sampling)
         return self._graphs[key]

@@ -33,12 +33,32 @@ class HeadNorms(NamedTuple):
     key: Tensor
 
 
+class LayerPages(NamedTuple):
+    """Keys and values [pages, KV heads, PAGE, D] of one layer; FP8 ones are bytes with scales."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    """[pages, KV heads, PAGE] float32"""
+    value_scales: Tensor | None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether keys and values are e4m3."""
+        return self.key_scales is not None
+
+
 class Cache(Protocol):
     """Keys and values of all running rows, in every layer."""
 
     @property
     def address(self) -> int:
         """Changes whenever a tensor that a CUDA graph reads has moved."""
+        ...
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether attention reads some pages for several rows at once, with kernels of its own."""
         ...
 
     @property
@@ -54,8 +74,11 @@ class Cache(Protocol):
         """Reserve memory for prompts, padded on the right, and for copies[p] rows of prompt p."""
         ...
 
-    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
+    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last.
+
+        Return what later tokens read, so that a prompt's own tokens can read the same.
+        """
         ...
 
     def finish_prompts(self) -> None:

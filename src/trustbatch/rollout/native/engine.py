@@ -38,7 +38,10 @@ _Segment = tuple[int, dict[int, SampledTokens]]
 
 
 class NativeEngine:
-    """Samples from the trainer's own parameters, in the policy's precision or in FP8."""
+    """Samples from the trainer's own parameters, in the policy's precision or in FP8.
+
+    Keys and values can be FP8 too, whatever the precision of matrix products is.
+    """
 
     def __init__(
         self,
@@ -48,11 +51,13 @@ class NativeEngine:
         version: int = 0,
         max_sequences: int = 512,
         precision: str = "auto",
+        kv_precision: str = "auto",
     ) -> None:
         self.policy = policy
         self.seed = seed
         self.max_sequences = max_sequences
         self.precision = policy.precision if precision == "auto" else precision
+        self.kv_precision = kv_precision
         self.newer_weights: NewerWeights | None = None
         """weights to apply in the middle of `generate` (in-flight updates)"""
         self._version = version
@@ -159,7 +164,8 @@ class NativeEngine:
             num_left = outputs.num_left(batch.rows)
             if num_left:
                 try:
-                    outputs.add(batch.rows, batch.advance(num_left, sampling))
+                    tokens = batch.advance(num_left, sampling, meanwhile=outputs.settle)
+                    outputs.add(batch.rows, tokens)
                 except CacheFullError as error:
                     self._evict(waiting, outputs, error)
                     is_full = True
@@ -237,6 +243,7 @@ class NativeEngine:
             return LlamaDecoder(
                 architecture,
                 precision=self.precision,
+                kv_precision=self.kv_precision,
                 max_rows=self.max_sequences,
             )
         if self.precision != policy.precision:
@@ -244,6 +251,11 @@ class NativeEngine:
                 f'rollout.precision = "{self.precision}" is not available for '
                 f"{policy.model.config.model_type} models in the native engine: remove it, or "
                 'set rollout.engine = "vllm".'
+            )
+        if self.kv_precision != "auto":
+            raise ConfigError(
+                f'rollout.kv_precision = "{self.kv_precision}" is not available for '
+                f"{policy.model.config.model_type} models in the native engine: remove it."
             )
         return PortableDecoder(
             policy.model,
@@ -305,6 +317,7 @@ class NativeEngine:
             version=version,
             engine=INFO.name,
             precision=self.precision,
+            kv_precision=self.kv_precision,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -344,6 +357,8 @@ class _Outputs:
         self.finished: set[int] = set()
         self.slots: list[Tensor] = []
         self.parts: list[SampledTokens] = []
+        self._unsettled: list[tuple[Sequence[Row], Tensor, SampledTokens]] = []
+        """what `add` was given, and which of the tokens are kept"""
 
     def num_left(self, rows: Sequence[Row]) -> int:
         """Return the largest number of tokens that a running row may still sample."""
@@ -356,6 +371,7 @@ class _Outputs:
 
     def drop(self, row: Row) -> None:
         """Discard the tokens of a row."""
+        self.settle()
         for number, slots in enumerate(self.slots):
             kept = slots != row.slot
             self.slots[number] = slots[kept]
@@ -363,7 +379,10 @@ class _Outputs:
         del self.num_sampled[row.slot]
 
     def add(self, rows: Sequence[Row], tokens: SampledTokens) -> None:
-        """Append tokens [t, n] of n rows; those after a row's end are discarded."""
+        """Append tokens [t, n] of n rows; those after a row's end are discarded.
+
+        Only what decides how decoding goes on is done at once: `settle` does the rest.
+        """
         num_steps = len(tokens.token_ids)
         before = torch.tensor([self.num_sampled.get(row.slot, 0) for row in rows])
         was_finished = torch.tensor([row.slot in self.finished for row in rows])
@@ -376,13 +395,20 @@ class _Outputs:
             self.num_sampled[row.slot] = self.num_sampled.get(row.slot, 0) + count
             if ends:
                 self.finished.add(row.slot)
-        slots = torch.tensor([row.slot for row in rows]).expand(num_steps, -1)
-        self.slots.append(slots[~is_after_end])
-        self.parts.append(tokens.map(lambda part: part[~is_after_end]))
-        refuse_divergence(self.parts[-1].logp)
+        self._unsettled.append((list(rows), ~is_after_end, tokens))
+
+    def settle(self) -> None:
+        """Store the tokens added last; raises if one of their log-probs is not finite."""
+        for rows, is_kept, tokens in self._unsettled:
+            slots = torch.tensor([row.slot for row in rows]).expand(len(is_kept), -1)
+            self.slots.append(slots[is_kept])
+            self.parts.append(tokens.map(lambda part, is_kept=is_kept: part[is_kept]))
+            refuse_divergence(self.parts[-1].logp)
+        self._unsettled.clear()
 
     def by_slot(self) -> dict[int, SampledTokens]:
         """Return the tokens of each slot, as tensors over its positions."""
+        self.settle()
         slots = torch.cat(self.slots)
         # stable: the positions of a row stay in the order in which they were sampled
         order = slots.argsort(stable=True)

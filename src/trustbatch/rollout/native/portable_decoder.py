@@ -17,6 +17,7 @@ class PortableDecoder:
     joins_running = False
     uses_cuda_graphs = False
     address = (0, 0)
+    shares_pages = False
 
     def __init__(
         self,

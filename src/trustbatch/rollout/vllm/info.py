@@ -23,6 +23,11 @@ class VllmInfo(EngineInfo):
 
     def build(self, policy: "Policy", settings: EngineSettings) -> RolloutEngine:
         """Start vLLM; it divides requests into batches itself, so prompts_per_call is not used."""
+        if settings.kv_precision != "auto":
+            raise ConfigError(
+                f'rollout.kv_precision = "{settings.kv_precision}" is not available with vLLM: '
+                'remove it, or set rollout.engine = "native".'
+            )
         from trustbatch.rollout.vllm.engine import VllmEngine
 
         return VllmEngine(
