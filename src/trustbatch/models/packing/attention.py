@@ -5,20 +5,19 @@ arguments. The layout reaches each layer's attention, also through gradient chec
 compilation, since it is an argument and not global state.
 """
 
-import inspect
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trustbatch.models.packing.layout import PackedLayout, Table
+from trustbatch.models.packing.layout import PackedLayout, PromptCopies, Table
+from trustbatch.models.packing.operator import attend_by_kernels, fits_kernels
 
 NAME = "trustbatch_packed"
 REPLACES = "sdpa"
@@ -31,17 +30,8 @@ _BY_SPEED = [
     SDPBackend.MATH,
 ]
 """GPU kernels; torch's own order prefers others to cuDNN's, which is nearly 2x faster on Hopper"""
-_LENGTH_MULTIPLE = 512
-"""long sequences are padded to a multiple of it: cuDNN needs 0.1 s for each new length"""
-_LARGEST_HEAD = 256
-"""of the FlashAttention kernels"""
-# torch 2.11 accepts fewer key than query heads by itself, later versions need a flag
-_GROUPED: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 
 
-@torch.compiler.disable  # a compiled graph must not depend on the layout of one batch
 def packed_attention(
     module: Any,
     query: Tensor,
@@ -55,6 +45,44 @@ def packed_attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from query [1, Hq, N, D] to key and value [1, Hkv, N, D] within each segment."""
+    # rotary embeddings leave float32 where matrix products run in less
+    dtype = value.dtype
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+    if packed is not None and fits_kernels(value, dtype, query.shape[-1]):
+        query, key, value = (
+            part.squeeze(0).transpose(0, 1).to(dtype) for part in (query, key, value)
+        )
+        attended = attend_by_kernels(query, key, value, packed, scaling, sliding_window)
+        return attended[None], None
+    return _outside_of_graphs(
+        module,
+        query,  # type: ignore[call-arg]
+        key,
+        value,
+        attention_mask,
+        packed=packed,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        dtype=dtype,
+        **options,
+    )
+
+
+@torch.compiler.disable  # a compiled graph must not depend on the layout of one batch
+def _outside_of_graphs(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedLayout | None,
+    scaling: float | None,
+    sliding_window: int | None,
+    dtype: torch.dtype,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     if packed is None:
         return sdpa_attention_forward(
             module,
@@ -66,10 +94,6 @@ def packed_attention(
             sliding_window=sliding_window,
             **options,
         )
-    # rotary embeddings leave float32 where matrix products run in less
-    dtype = value.dtype
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (part.to(dtype) for part in (query, key, value))
     attended = _attend(query, key, value, packed, scaling, sliding_window)
     # always contiguous and never a view, since compiled layers depend on the memory layout
@@ -86,13 +110,30 @@ def _attend(
     window: int | None,
 ) -> Tensor:
     """Return [N, Hq, D]."""
+    if packed.copies is not None:
+        return _attend_to_copies(query, key, value, packed.copies, scaling, window)
     if window is not None and window >= packed.longest:
         window = None
-    is_even = packed.padded is None and window is None
-    if _fits_flash_attention(query, value, packed) and not is_even:
-        return _attend_on_gpu(query, key, value, packed, scaling, window)
-    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     return _attend_in_tables(query, key, value, packed, scaling, window)
+
+
+def _attend_to_copies(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    copies: PromptCopies,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return [N, Hq, D] from attention within whole sequences."""
+    query, key, value = (
+        _ToCopies.apply(part.squeeze(0).transpose(0, 1), copies).transpose(0, 1)[None]  # type: ignore[attr-defined]
+        for part in (query, key, value)
+    )
+    attended = _attend(query, key, value, copies.layout, scaling, window)
+    # what the further copies of a prompt see is the same, and goes nowhere
+    return _FromSlots.apply(attended, copies.own)  # type: ignore[return-value]
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -103,60 +144,6 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def no_mask(device: torch.device) -> Tensor:
     """Return a dummy mask, so that a model does not create one; packed attention ignores it."""
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
-def _fits_flash_attention(query: Tensor, value: Tensor, packed: PackedLayout) -> bool:
-    head = query.shape[-1]
-    return (
-        query.is_cuda
-        and packed.starts is not None
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and head == value.shape[-1] <= _LARGEST_HEAD
-        and head % 8 == 0
-    )
-
-
-def _attend_on_gpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedLayout,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Return [N, Hq, D]; no padding anywhere."""
-    if packed.separate is not None and window is None:
-        lengths = list(packed.separate)
-        parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
-        with sdpa_kernel(_BY_SPEED, set_priority=True):
-            attended = [_attend_alone(q, k, v, scaling) for q, k, v in parts]
-        return torch.cat(attended, dim=2)[0].transpose(0, 1)
-    assert packed.starts is not None
-    attended = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        packed.starts,
-        packed.starts,
-        packed.longest,
-        packed.longest,
-        scale=scaling,
-        window_size=(-1, 0) if window is None else (window - 1, 0),
-        **_GROUPED,
-    )
-    assert isinstance(attended, Tensor)
-    return attended
-
-
-def _attend_alone(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Return [1, Hq, L, D] of one sequence; padding on the right is never attended to."""
-    length = query.shape[2]
-    room = (0, 0, 0, -length % _LENGTH_MULTIPLE)
-    query, key, value = (pad(part, room) for part in (query, key, value))
-    attended = scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return attended[:, :, :length]
 
 
 def _attend_in_tables(
@@ -233,6 +220,19 @@ class _ToSlots(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (slot,) = ctx.saved_tensors
         return gradients[0].index_select(0, slot), None, None
+
+
+class _ToCopies(torch.autograd.Function):
+    """Copy tokens to their places in whole sequences."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, copies: PromptCopies) -> Tensor:
+        ctx.copies = copies
+        return copies.spread(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.copies.add_up(gradients[0]), None
 
 
 class _FromSlots(torch.autograd.Function):
