@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from trustbatch.config import Config
 from trustbatch.models.config import ALL_LINEAR, LoraConfig
 from trustbatch.rollout.registry import engine_info
+from trustbatch.utils.cuda_memory import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,6 @@ class Setting:
         return self.num_gpus > 1
 
 
-GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2
 """bytes per number"""
 
