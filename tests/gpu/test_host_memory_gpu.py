@@ -49,7 +49,8 @@ def test_offload_gives_the_same_weights(policy: Policy) -> None:
     ):
         assert torch.equal(one, two), name
         state = moved.optimizer.state[two]
-        assert state["exp_avg"].is_pinned() and state["exp_avg_sq"].is_pinned()
+        assert state["exp_avg"].is_pinned()
+        assert state["exp_avg_sq"].is_pinned()
 
 
 def test_saved_tensors_leave_the_device_and_come_back_unchanged() -> None:

@@ -23,7 +23,7 @@ from trustbatch.plan.memory import BFLOAT16, FLOAT32, MemoryPlan, Part, Phase, S
 from trustbatch.plan.outline import Activations, ModelOutline, measure_activations
 from trustbatch.plan.token_counts import PromptLength, cached_tokens, longest_prompt
 from trustbatch.rollout.engine import EngineInfo
-from trustbatch.rollout.native.engine import PREFILL_TOKENS
+from trustbatch.rollout.native.workspace import PREFILL_TOKENS
 from trustbatch.rollout.registry import engine_info
 from trustbatch.tasks import Task
 from trustbatch.training.linear_logprobs import CPU_SLICE_BYTES, GPU_SLICE_BYTES

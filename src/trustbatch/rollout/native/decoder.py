@@ -15,6 +15,7 @@ from trustbatch.rollout.native.cache import Cache, HeadNorms
 from trustbatch.rollout.native.dense_cache import DenseCache
 from trustbatch.rollout.native.linear import Linear, build_linear
 from trustbatch.rollout.native.packed_prompts import pack_prompts
+from trustbatch.rollout.native.workspace import Workspace
 
 ROTARY_STEP = 1024
 """positions by which the table of rotary embeddings grows"""
@@ -27,6 +28,11 @@ class Decoder(Protocol):
     """whether prompts can be added while rows are running"""
     uses_cuda_graphs: bool
     """whether a step is captured once and replayed"""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that one prefill may have, including padding."""
+        ...
 
     @property
     def address(self) -> tuple[int, int]:
@@ -98,6 +104,7 @@ class LlamaDecoder:
 
             self.operations = kernels
         self.rotary = architecture.rotary(ROTARY_STEP, self.device)
+        self.workspace = Workspace(architecture, self.device)
         self.cache = self._new_cache()
         self._moves = 0
 
@@ -106,8 +113,14 @@ class LlamaDecoder:
         """Changes whenever a tensor that a CUDA graph reads has moved."""
         return self._moves, self.cache.address
 
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that one prefill may have, by the memory that was free."""
+        return self.workspace.prefill_tokens
+
     def refresh(self) -> None:
         """Read the current values of the trainer's parameters."""
+        self.workspace.fit()
         for layer in self.layers:
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 linear.refresh()
@@ -210,6 +223,7 @@ class LlamaDecoder:
             self.dtype,
             device=self.device,
             max_rows=self.max_rows,
+            room=self.workspace.room_for_cache,
         )
 
 
