@@ -32,8 +32,9 @@ def adapted(tiny_folder: Path) -> Policy:
 
 
 def with_adapters(folder: Path, *, precision: str = "float32", **options: object) -> Policy:
-    policy = Policy.load(str(folder), device="cpu", precision=precision)
-    policy.add_adapters(LoraConfig.model_validate({"rank": 4} | options), seed=0)
+    config = LoraConfig.model_validate({"rank": 4} | options)
+    policy = Policy.load(str(folder), device="cpu", precision=precision, lora=config)
+    policy.add_adapters(config, seed=0)
     return policy
 
 
@@ -157,22 +158,67 @@ def test_targets_that_can_not_have_adapters(tiny_folder: Path, target: str) -> N
         with_adapters(tiny_folder, targets=[target])
 
 
-def test_a_bfloat16_base(tiny_folder: Path, policy: Policy) -> None:
+@pytest.fixture
+def published_folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """The tiny model in bfloat16, as models on the hub are."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.bfloat16)
+    shutil.copytree(tiny_folder, tmp_path / "published")
+    model.save_pretrained(tmp_path / "published")
+    return tmp_path / "published"
+
+
+def test_a_bfloat16_base(tiny_folder: Path, published_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"set model.precision to bfloat16"):
         with_adapters(tiny_folder, base_precision="bfloat16")
-    small = with_adapters(tiny_folder, precision="bfloat16", base_precision="bfloat16")
-    plain = with_adapters(tiny_folder, precision="bfloat16")
+    assert with_adapters(tiny_folder).model.lm_head.weight.dtype == torch.float32
+    small = with_adapters(published_folder, precision="bfloat16")
+    wide = with_adapters(published_folder, precision="bfloat16", base_precision="float32")
     layer = small.model.model.layers[0].mlp.down_proj
-    assert layer.weight.dtype == torch.bfloat16
-    assert layer.lora_A["default"].weight.dtype == torch.float32
-    assert small.model.model.embed_tokens.weight.dtype == torch.float32
-    sequences = sample_sequences(policy)
-    for each in (small, plain):
+    for module in (layer, small.model.model.embed_tokens, small.model.lm_head):
+        assert module.weight.dtype == torch.bfloat16
+    assert wide.model.lm_head.weight.dtype == torch.float32
+    assert small.model.model.norm.weight.dtype == torch.float32
+    for (_, one), (_, other) in zip(
+        small.trained_parameters(), wide.trained_parameters(), strict=True
+    ):
+        assert one.dtype == torch.float32
+        with torch.no_grad():
+            other.copy_(one)
+    sequences = sample_sequences(wide.without_adapters())
+    for each in (small, wide):
         train(each, sequences, num_steps=2)
-    # autocast rounds float32 weights to the same numbers
-    assert torch.equal(logits(small), logits(plain))
-    sampled = sample_sequences(small, engine=NativeEngine(small, seed=3))
-    assert all(torch.isfinite(s.completion.behavior_logp).all() for s in sampled)
+    # rounding changes nothing: neither published weights, nor what autocast rounds anyway
+    assert torch.equal(policy_logp(small, sequences), policy_logp(wide, sequences))
+    assert torch.equal(logits(small), logits(wide))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_base_is_loaded_in_bfloat16(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    """Neither a float32 copy of published weights on the way, nor rounded norms."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, tie_word_embeddings=tied)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1 + 2**-12)  # bfloat16 would round it to 1
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    policy = Policy.load(
+        str(tmp_path / "model"), device="cpu", precision="bfloat16", lora=LoraConfig()
+    )
+    embedding, head = policy.model.model.embed_tokens, policy.model.lm_head
+    assert embedding.weight.dtype == head.weight.dtype == torch.bfloat16
+    assert (embedding.weight.data_ptr() == head.weight.data_ptr()) == tied
+    assert policy.model.model.norm.weight.unique().tolist() == [1 + 2**-12]
+    assert policy.packs
+    assert policy.head is head
+    assert embedding(torch.tensor([3])).dtype == torch.float32  # the residual stream
+    before = dict(policy.model.named_parameters())
+    policy.add_adapters(LoraConfig(), seed=0)
+    assert all(
+        each is before[name.replace(".base_layer", "")]
+        for name, each in policy.model.named_parameters()
+        if not each.requires_grad
+    )
 
 
 def test_a_missing_package_is_a_sentence(
@@ -194,10 +240,13 @@ def test_a_copied_policy_has_adapters_of_its_own(adapted: Policy) -> None:
     assert not torch.equal(logits(copied), before)
 
 
-def test_a_run_with_adapters_is_resumed_exactly(tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_run_with_adapters_is_resumed_exactly(
+    tiny_folder: Path, tmp_path: Path, precision: str
+) -> None:
     """Adapters are the state: the merged weights beside them are rounded."""
     settings = {
-        "model": {"name": str(tiny_folder), "lora": {"rank": 4}},
+        "model": {"name": str(tiny_folder), "precision": precision, "lora": {"rank": 4}},
         "task": {"name": "arithmetic", "level": 1},
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 5},
         # a gradient also where no completion is right
@@ -256,7 +305,7 @@ def test_buffers_of_the_model_are_saved_with_merged_weights(tiny_folder: Path) -
     policy.model.model.register_buffer("correction", torch.tensor([5.0, 0.0]))
     policy.add_adapters(LoraConfig(rank=2), seed=0)
     assert policy.adapters is not None
-    state = policy.adapters.merged_state()
+    state = dict(policy.adapters.merged_state())
     assert state["model.correction"].tolist() == [5.0, 0.0]
     assert "model.layers.0.self_attn.q_proj.weight" in state
     assert not any("lora" in name or "base_layer" in name for name in state)

@@ -44,6 +44,7 @@ def load_model(config: Config, name: str | None = None) -> Policy:
         name or config.model.name,
         device=device,
         precision=precision,
+        lora=config.model.lora,
         trust_remote_code=config.model.trust_remote_code,
     )
 

@@ -133,9 +133,11 @@ def frozen_sum(policy: Policy) -> float:
     if policy.adapters is None:
         return 0.0
     parts = [
-        (p.to_local() if isinstance(p, DTensor) else p).detach().double().sum().item()
+        part.double().sum().item()
         for p in policy.model.parameters()
         if not p.requires_grad
+        # a part at a time: an embedding in float64 is larger than a layer's weights together
+        for part in (p.to_local() if isinstance(p, DTensor) else p).detach().view(-1).split(2**24)
     ]
     is_sharded = any(isinstance(p, DTensor) for p in policy.model.parameters())
     return math.fsum(all_gather(math.fsum(parts)) if is_sharded else parts)

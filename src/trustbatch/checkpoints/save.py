@@ -281,7 +281,7 @@ def _merged_weights(policy: Policy) -> dict[str, Tensor]:
     if policy.adapters is None:
         return {}
     is_first = this_rank() == 0
-    return {name: each.cpu() for name, each in policy.adapters.merged_state().items() if is_first}
+    return {name: each.cpu() for name, each in policy.adapters.merged_state() if is_first}
 
 
 def _full_weights(folder: Path) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trustbatch.errors import ConfigError
 from trustbatch.utils.tables import Changeable, Table
 
 ALL_LINEAR = "all-linear"
@@ -17,8 +18,8 @@ class LoraConfig(Table):
     """the output of an adapter is multiplied by alpha / rank"""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """names of the linear layers with an adapter; "all-linear" is all but the output head"""
-    base_precision: Literal["float32", "bfloat16"] = "float32"
-    """in which the frozen weights of those layers are kept"""
+    base_precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """in which the frozen weights are kept. "auto": that of matrix products"""
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -33,6 +34,18 @@ class LoraConfig(Table):
             )
         return self
 
+    def frozen_precision(self, products: str) -> str:
+        """Return the precision of the frozen weights of a model with these products."""
+        if self.base_precision == "auto":
+            return products
+        if self.base_precision == "bfloat16" and products != "bfloat16":
+            raise ConfigError(
+                'model.lora.base_precision = "bfloat16" needs matrix products in bfloat16, and '
+                f"those of this run are in {products}: set model.precision to bfloat16, or "
+                "remove the key."
+            )
+        return self.base_precision
+
 
 class ModelConfig(Table):
     """[model]: what is trained."""
@@ -44,7 +57,7 @@ class ModelConfig(Table):
     gpu_memory_limit_gib: Changeable[float | None] = Field(default=None, gt=1.0)
     """of a GPU that this process may use, CUDA's own part included; default: all of it"""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of matrix products; parameters are always float32. "auto": bfloat16 on a GPU"""
+    """of matrix products; what is trained is always float32. "auto": bfloat16 on a GPU"""
     trust_remote_code: bool = False
     """run code that comes with the checkpoint"""
     lora: LoraConfig | None = None

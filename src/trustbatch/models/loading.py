@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from trustbatch.errors import ConfigError, first_line
 from trustbatch.models.gguf import find_gguf, load_gguf, read_gguf_config
+from trustbatch.models.rounding import has_rounded_weights, round_weights
 from trustbatch.utils.hub import hub_is_reachable
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its published types do not fit its own arguments
@@ -65,16 +66,23 @@ KNOWN_MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 
 def load_model(
-    name: str, *, device: str = "auto", trust_remote_code: bool = False
+    name: str, *, device: str = "auto", weights: str = "float32", trust_remote_code: bool = False
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a decoder-only model, with float32 parameters on a device, and its tokenizer."""
+    """Load a decoder-only model to a device, and its tokenizer.
+
+    Its parameters are float32, or with `weights` = "bfloat16" what `round_weights` makes of them.
+    """
     device = resolve_device(device)
     file = find_gguf(name)
     if file is not None:
         with quiet_bars():  # it has a progress line of its own
             model, tokenizer = load_gguf(file)
     else:
-        model, tokenizer = _load_folder(name, trust_remote_code=trust_remote_code)
+        # rounded ones are read as they are stored: no float32 copy of them is needed on the way
+        dtype = torch.float32 if weights == "float32" else "auto"
+        model, tokenizer = _load_folder(name, dtype=dtype, trust_remote_code=trust_remote_code)
+    if weights == "bfloat16":
+        round_weights(model)
     try:
         model = model.to(device)
     except torch.OutOfMemoryError:
@@ -153,7 +161,9 @@ def _known_config(name: str) -> PreTrainedConfig | None:
     return kind(**shape)
 
 
-def _load_folder(name: str, *, trust_remote_code: bool) -> tuple[Any, PreTrainedTokenizerBase]:
+def _load_folder(
+    name: str, *, dtype: torch.dtype | str, trust_remote_code: bool
+) -> tuple[Any, PreTrainedTokenizerBase]:
     _refuse_wrong_folder(name)
     try:
         if is_offline(name):  # before the model's own search for adapters, which asks the hub
@@ -163,7 +173,7 @@ def _load_folder(name: str, *, trust_remote_code: bool) -> tuple[Any, PreTrained
         with quiet_bars(only_if=_is_small(Path(name))):
             model = _AUTO_MODEL.from_pretrained(
                 name,
-                dtype=torch.float32,
+                dtype=dtype,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
                 local_files_only=is_offline(name),
@@ -233,8 +243,10 @@ def _refuse_wrong_folder(name: str) -> None:
 @torch.no_grad()
 def _refuse_bidirectional(model: Any, name: str) -> None:
     """Refuse a model in which a later token changes an earlier prediction."""
-    rows = torch.tensor([[2, 3, 4], [2, 3, 5]], device=next(model.parameters()).device)
-    first, second = model.eval()(input_ids=rows, use_cache=False).logits[:, :2].float()
+    device = next(model.parameters()).device
+    rows = torch.tensor([[2, 3, 4], [2, 3, 5]], device=device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=has_rounded_weights(model)):
+        first, second = model.eval()(input_ids=rows, use_cache=False).logits[:, :2].float()
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-3, equal_nan=True):
         raise ConfigError(
             f"{name!r} ({model.config.model_type}) attends to later tokens, so it can't be "

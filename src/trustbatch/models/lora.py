@@ -1,6 +1,7 @@
 """LoRA: low-rank updates of frozen linear layers, created and saved as PEFT does.
 
-A layer computes W x + scale B (A x). Engines and exported models get the merged W + scale B A.
+A layer computes W x + scale B (A x), in the trainer as in the native engine. Other engines and
+exported models get the merged W + scale B A.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,11 +51,12 @@ class Adapters:
         for layer in self.layers:
             # autocast rounds the input once, for base layer and adapter
             layer.cast_input_dtype_enabled = False
-            layer.get_base_layer().to(getattr(torch, config.base_precision))
+            for part in adapter_of(layer):
+                part.data = _widened(part.data)  # PEFT gives them the dtype of the frozen weights
 
     def _refuse_other_layers(self) -> None:
         """Refuse adapters of layers that are not nn.Linear, which could not be merged."""
-        own = {part for layer in self.layers for part in _parts(layer)}
+        own = {part for layer in self.layers for part in adapter_of(layer)}
         if own != {each for each in self.model.parameters() if each.requires_grad}:
             model = type(self.model).__name__
             raise ConfigError(
@@ -64,7 +66,7 @@ class Adapters:
             )
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the equivalent model without adapters, by its names."""
+        """Yield the float32 weights of the equivalent model without adapters, by its names."""
         layers = {name: module for name, module in self.model.named_modules() if is_adapted(module)}
         trained = {name for name, _ in self.named_parameters()}
         for name, parameter in self.model.named_parameters():
@@ -72,19 +74,22 @@ class Adapters:
             if owner in layers and kind == ".weight":
                 yield owner + kind, merged_weight(layers[owner])
             elif name not in trained:
-                yield owner + kind, full_tensor(parameter.detach())
+                yield owner + kind, _widened(full_tensor(parameter.detach()))
 
-    def merged_state(self) -> dict[str, Tensor]:
-        """Return the state dict of the equivalent model without adapters; tied weights once."""
+    def merged_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the state dict of the equivalent model without adapters; tied weights once.
+
+        One tensor at a time: all of them need more memory than the model itself.
+        """
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        buffers = {
-            name: value for name, value in self.model.state_dict().items() if name not in parameters
-        }
-        return buffers | dict(self.merged_weights())
+        for name, value in self.model.state_dict().items():
+            if name not in parameters:
+                yield name, value
+        yield from self.merged_weights()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the adapters' own parameters, by their names in the model."""
-        own = {part for layer in self.layers for part in _parts(layer)}
+        own = {part for layer in self.layers for part in adapter_of(layer)}
         for name, parameter in self.model.named_parameters():
             if parameter in own:
                 yield name, parameter
@@ -146,12 +151,21 @@ def merged_weight(layer: Any) -> Tensor:
     weight = full_tensor(layer.weight.detach())  # of an adapted layer, the frozen one
     if not is_adapted(layer):
         return weight
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    down, up = (full_tensor(part.detach()).to(dtype) for part in _parts(layer))
-    return torch.addmm(weight.to(dtype), up, down, alpha=layer.scaling[_NAME])
+    weight = _widened(weight)
+    down, up = (full_tensor(part.detach()).to(weight.dtype) for part in adapter_of(layer))
+    return torch.addmm(weight, up, down, alpha=scale_of(layer))
 
 
-def _parts(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+def _widened(weight: Tensor) -> Tensor:
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def scale_of(layer: Any) -> float:
+    """Return what the output of an adapter is multiplied by."""
+    return layer.scaling[_NAME]
+
+
+def adapter_of(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
     """Return A [rank, in] and B [out, rank] of an adapted layer."""
     return layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
 

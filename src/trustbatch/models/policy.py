@@ -23,6 +23,7 @@ from trustbatch.models.lora import Adapters
 from trustbatch.models.packing.attention import no_mask
 from trustbatch.models.packing.layout import PackedLayout
 from trustbatch.models.packing.probe import enable_packing, has_plain_head
+from trustbatch.models.rounding import has_rounded_weights, round_weights
 from trustbatch.models.tokenization import (
     count_prompt_tokens,
     encode_prompt,
@@ -56,7 +57,7 @@ class PolicyRoot(nn.Module):
 class Policy:
     """A decoder-only Hugging Face model; parameters are float32, products in `precision`.
 
-    With adapters (`add_adapters`) the model's own parameters are frozen, and may be bfloat16.
+    With adapters (`add_adapters`) the model's own parameters are frozen, and may be rounded.
     Dropout is always off, so that trainer and engine compute the same log-probs.
     """
 
@@ -78,9 +79,10 @@ class Policy:
         # padding is neither attended to nor trained on, so any token works
         pad = tokenizer.pad_token_id
         self.pad_token_id = pad if isinstance(pad, int) else self.stop_token_ids[0]
-        self.packs = enable_packing(model)
-        """whether the model computes packed sequences; if not, rows are padded"""
-        self._has_plain_head = has_plain_head(model)
+        with self.autocast() if has_rounded_weights(model) else nullcontext():
+            self.packs = enable_packing(model)
+            """whether the model computes packed sequences; if not, rows are padded"""
+            self._has_plain_head = has_plain_head(model)
         self.adapters: Adapters | None = None
         self._skips_adapters = False
 
@@ -91,24 +93,30 @@ class Policy:
         *,
         device: str = "auto",
         precision: str = "auto",
+        lora: LoraConfig | None = None,
         trust_remote_code: bool = False,
     ) -> "Policy":
-        """Load a checkpoint from a local folder or a GGUF file, or from the hub by name."""
+        """Load a checkpoint from a local folder or a GGUF file, or from the hub by name.
+
+        With `lora` the parameters are in the precision of a model that will be frozen.
+        """
         device = resolve_device(device)
         if precision == "auto":
             precision = default_precision(device)
-        model, tokenizer = load_model(name, device=device, trust_remote_code=trust_remote_code)
+        model, tokenizer = load_model(
+            name,
+            device=device,
+            weights="float32" if lora is None else lora.frozen_precision(precision),
+            trust_remote_code=trust_remote_code,
+        )
         return cls(model, tokenizer, name=name, precision=precision)
 
     def add_adapters(self, config: LoraConfig, *, seed: int) -> None:
         """Freeze the model and add trainable low-rank adapters to its linear layers."""
-        if config.base_precision == "bfloat16" and self.product_dtype != torch.bfloat16:
-            raise ConfigError(
-                'model.lora.base_precision = "bfloat16" needs matrix products in bfloat16, and '
-                f"those of this run are in {self.precision}: set model.precision to bfloat16, or "
-                "remove the key."
-            )
+        frozen = config.frozen_precision(self.precision)
         self.freeze()
+        if frozen == "bfloat16":
+            round_weights(self.model)
         self.adapters = Adapters(self.model, config, model_name=self.name, seed=seed)
 
     def without_adapters(self) -> "Policy":
@@ -224,9 +232,13 @@ class Policy:
         folder = Path(folder)
         with quiet_bars():
             if self.adapters is not None:
-                weights = weights or self.adapters.merged_state()
+                weights = weights or dict(self.adapters.merged_state())
                 self.adapters.save(folder / ADAPTER_FOLDER, adapters)
             self.model.save_pretrained(folder, state_dict=weights, max_shard_size=max_file_bytes)
+            if self.adapters is not None:
+                # the file names the dtype of the frozen weights, and loaders would round to it
+                self.model.config.dtype = torch.float32
+                self.model.config.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
         apply_umask(folder)
 

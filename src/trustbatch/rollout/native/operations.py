@@ -1,5 +1,6 @@
 """Operations between matrix products, in plain torch: for CPUs, and as reference of the kernels."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -25,6 +26,21 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up of [n, 2 i], gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def add_low_rank(
+    outputs: Tensor, down: Tensor, up: Tensor, sizes: Sequence[int], scale: float
+) -> Tensor:
+    """Return outputs [n, out] + scale * B (A x) of several layers with `sizes` outputs each.
+
+    `down` [n, layers * rank] has the A x, `up` [out, rank] the B. Rounded as PEFT's layers do.
+    """
+    rank = up.shape[1]
+    added = [
+        functional.linear(part, of_layer)
+        for part, of_layer in zip(down.split(rank, -1), up.split(list(sizes)), strict=True)
+    ]
+    return outputs + (added[0] if len(added) == 1 else torch.cat(added, -1)) * scale
 
 
 def split_heads(qkv: Tensor, heads: Heads, norms: HeadNorms | None) -> Tensor:
