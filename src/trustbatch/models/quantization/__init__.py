@@ -1,0 +1,1 @@
+"""Quantized frozen weights: their formats, layers, GPU kernels, and published checkpoints."""

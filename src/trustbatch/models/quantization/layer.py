@@ -1,0 +1,109 @@
+"""A frozen linear layer with quantized weights, for trainer and native engine alike."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trustbatch.errors import ConfigError
+from trustbatch.models.quantization.formats import FORMATS, Codes, Format, quantize
+
+
+class QuantizedLinear(nn.Linear):
+    """W x + b with a quantized W, which is de-quantized in each pass, backward too.
+
+    Codes and scales are kept as integers, so that casting a model leaves them as they are, and
+    outside of the state dict, which has the weights of ordinary models.
+    """
+
+    codes: Tensor
+    scale_bits: Tensor
+
+    def __init__(self, weight: Codes, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)  # nn.Linear would create a weight
+        self.out_features, self.in_features = len(weight.codes), weight.columns
+        self.format: Format = weight.format
+        self.register_buffer("codes", weight.codes, persistent=False)
+        self.register_buffer("scale_bits", weight.scales.view(torch.int32), persistent=False)
+        frozen = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", frozen)
+
+    @property
+    def quantized(self) -> Codes:
+        """The weight as it is stored."""
+        return Codes(self.codes, self.scale_bits.view(torch.float32), self.format)
+
+    @quantized.setter
+    def quantized(self, weight: Codes) -> None:
+        self.codes, self.scale_bits = weight.codes, weight.scales.view(torch.int32)
+
+    @property
+    def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The weight [out, in] in float32, made anew each time."""
+        return self.quantized.dequantized(torch.float32)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [..., in] to [..., out], with products in the type of autocast or of the input."""
+        device = input.device.type
+        dtype = input.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return _Product.apply(input.to(dtype), self.codes, self.scale_bits, bias, self.format.name)
+
+    def extra_repr(self) -> str:
+        """Describe the layer in a printed model."""
+        return f"{super().extra_repr()}, {self.format.name}"
+
+
+class _Product(torch.autograd.Function):
+    """A linear layer whose de-quantized weight is not kept for the backward pass."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, rows: Tensor, codes: Tensor, scale_bits: Tensor, bias: Tensor | None, name: str
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scale_bits)
+        ctx.name = name
+        return functional.linear(rows, _weight(codes, scale_bits, name, rows.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        codes, scale_bits = ctx.saved_tensors
+        return grad @ _weight(codes, scale_bits, ctx.name, grad.dtype), None, None, None, None
+
+
+def _weight(codes: Tensor, scale_bits: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    return Codes(codes, scale_bits.view(torch.float32), FORMATS[name]).dequantized(dtype)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """Return the quantized layers of a model by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+
+
+def quantization_of(model: nn.Module) -> str | None:
+    """Return the format of a model's quantized layers; None if it has none."""
+    found = {layer.format.name for layer in quantized_layers(model).values()}
+    return min(found) if found else None
+
+
+@torch.no_grad()
+def quantize_linears(within: nn.Module, name: str, device: torch.device) -> None:
+    """Quantize the linear layers inside a module, one at a time, on a device where they stay."""
+    for owner in list(within.modules()):
+        for child, layer in list(owner.named_children()):
+            if type(layer) is nn.Linear:
+                setattr(owner, child, _quantized(layer, name, device))
+
+
+def _quantized(layer: nn.Linear, name: str, device: torch.device) -> QuantizedLinear:
+    if name == "nf4" and layer.in_features % 2:
+        raise ConfigError(
+            f'model.quantization = "nf4" keeps two weights in a byte, and the model has a layer '
+            f'with {layer.in_features} inputs: set it to "int8".'
+        )
+    weight = quantize(layer.weight.to(device), name)
+    bias = None if layer.bias is None else layer.bias.to(device)
+    return QuantizedLinear(weight, bias)
