@@ -15,8 +15,8 @@ class Lora:
     rank: int
     targets: tuple[str, ...] | None = None
     """names of the adapted layers; None is every linear layer of the decoder"""
-    base_bytes: int = 4
-    """bytes per frozen weight of an adapted layer"""
+    base_precision: str = "auto"
+    """of the frozen weights; "auto" is that of matrix products"""
 
     @classmethod
     def of(cls, config: LoraConfig) -> "Lora":
@@ -24,7 +24,7 @@ class Lora:
         return cls(
             rank=config.rank,
             targets=None if ALL_LINEAR in config.targets else config.targets,
-            base_bytes=2 if config.base_precision == "bfloat16" else 4,
+            base_precision=config.base_precision,
         )
 
 
@@ -39,7 +39,13 @@ class Setting:
     compiled: bool = False
     eight_bit_optimizer: bool = False
     cpu_offload: bool = False
+    optimizer_offload: bool = False
+    activation_offload: bool = False
     lora: Lora | None = None
+    quantization: str | None = None
+    """format of the frozen linear layers"""
+    fp8_cache: bool = False
+    """whether keys and values are kept in 8 bits"""
     engine_sleeps: bool = False
     """whether the engine frees its reserved memory while the policy is trained"""
     direct_transfer: bool = False
@@ -58,6 +64,10 @@ class Setting:
             compiled=training.compile,
             eight_bit_optimizer=training.optimizer == "adamw_8bit",
             cpu_offload=training.cpu_offload,
+            optimizer_offload=training.optimizer_offload,
+            activation_offload=training.activation_offload,
+            quantization=getattr(config.model, "quantization", None),
+            fp8_cache=getattr(config.rollout, "kv_precision", "auto") == "fp8",
             lora=None if lora is None else Lora.of(lora),
             engine_sleeps=info.sleeps(info.table(config.rollout)),
             direct_transfer=cluster is not None
@@ -80,8 +90,13 @@ class Part:
 
     name: str
     num_bytes: float
-    is_elastic: bool = False
-    """whether the run can continue, more slowly, with less"""
+    least: float | None = None
+    """bytes with which the run can go on, more slowly; None: it needs all"""
+
+    def times(self, number: int) -> "Part":
+        """Return the memory of as many equal ones."""
+        least = None if self.least is None else number * self.least
+        return Part(self.name, number * self.num_bytes, least)
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,9 @@ class Phase:
     @property
     def needed(self) -> float:
         """Bytes without which the phase can't run."""
-        return sum(part.num_bytes for part in self.parts if not part.is_elastic)
+        return sum(
+            part.num_bytes if part.least is None else part.least for part in self.parts
+        )
 
 
 @dataclass(frozen=True)
