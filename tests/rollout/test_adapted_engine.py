@@ -1,4 +1,4 @@
-"""The native engine with adapters: the trainer's products, on the trainer's only copy of weights."""
+"""The native engine with adapters: the trainer's products, on its only copy of the weights."""
 
 import copy
 from collections.abc import Iterator

@@ -111,17 +111,24 @@ def with_its_variables(config: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "start"),
-    [('name = "arithmetic"', with_torchrun), (GUESSES, with_its_variables)],
-    ids=["one turn", "episodes"],
+    ("task", "start", "lora"),
+    [
+        ('name = "arithmetic"', with_torchrun, False),
+        (GUESSES, with_its_variables, False),
+        ('name = "arithmetic"', with_its_variables, True),
+    ],
+    ids=["one turn", "episodes", "adapters"],
 )
 def test_a_run_on_two_ranks_is_the_run_on_one_and_goes_on_alone(
-    task: str, start: Callable[[Path], str], tiny_folder: Path, tmp_path: Path
+    task: str, start: Callable[[Path], str], lora: bool, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """The whole loop: engines that share the work, the canary, checkpoints, one who writes."""
+    if lora:
+        pytest.importorskip("peft")
     configs = {name: tmp_path / f"{name}.toml" for name in ("one", "two")}
     for name, file in configs.items():
         text = CONFIG.format(model=str(tiny_folder), folder=str(tmp_path / name), task=task)
+        text += "[model.lora]\nrank = 4\n" if lora else ""
         file.write_text(text.replace("'", '"'), encoding="utf-8")
     assert main(["train", str(configs["one"])]) == 0
     output = start(configs["two"])

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trustbatch.build.policies import load_model
+from trustbatch.build.policies import load_for_engine
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.models.loading import default_precision, quiet_bars
@@ -195,13 +195,13 @@ def _load_actor_policy(config: Config) -> Policy:
     """Load the policy where the engine needs it: in host memory if the engine copies it."""
     shares_parameters = engine_info(config.rollout.engine).shares_parameters
     if shares_parameters or rank_device(config.model.device).type == "cpu":
-        return load_model(config).freeze()
+        return load_for_engine(config)
     precision = config.model.precision
     if precision == "auto":
         precision = default_precision("cuda")
     update = {"device": "cpu", "precision": precision}
     model = config.model.model_copy(update=update)
-    return load_model(config.model_copy(update={"model": model})).freeze()
+    return load_for_engine(config.model_copy(update={"model": model}))
 
 
 def pooled_engines(pool: "EnginePool | None", *, version: int) -> Engines:

@@ -7,6 +7,7 @@ from trustbatch.config import Config
 from trustbatch.errors import ConfigError
 from trustbatch.models.loading import default_precision
 from trustbatch.models.policy import Policy
+from trustbatch.rollout.registry import engine_info
 from trustbatch.training.sharding import shard
 from trustbatch.utils.cuda_memory import limit_memory
 from trustbatch.utils.distributed import num_ranks, rank_device
@@ -40,19 +41,65 @@ def load_model(config: Config, name: str | None = None) -> Policy:
         if precision == "auto":
             precision = default_precision(rank_device(device).type)
         device = "cpu"
-    return Policy.load(
+    policy = Policy.load(
         name or config.model.name,
         device=device,
         precision=precision,
         lora=config.model.lora,
+        quantization=config.model.quantization,
         trust_remote_code=config.model.trust_remote_code,
     )
+    _refuse_quantized(config, policy)
+    return policy
+
+
+def _refuse_quantized(config: Config, policy: Policy) -> None:
+    """Refuse quantized weights where they would be divided, or an engine can't have the same."""
+    if policy.quantization is None:
+        return
+    if num_ranks() > 1:
+        raise ConfigError(
+            f"{policy.name} has quantized weights ({policy.quantization}), which can't be divided "
+            "over processes: start the run without torchrun and with one trainer, or take the "
+            "original model without model.quantization."
+        )
+    engine = config.rollout.engine
+    if config.model.quantization is None and not engine_info(engine).loads_adapters:
+        raise ConfigError(
+            f"{policy.name} was published with quantized weights, into which rollout.engine = "
+            f'"{engine}" can\'t load merged ones: set that to "native", or take the original model '
+            f'and model.quantization = "{policy.quantization}".'
+        )
 
 
 def add_adapters(config: Config, policy: Policy) -> None:
     """Add the adapters of [model.lora], where there is such a table."""
     if config.model.lora is not None:
         policy.add_adapters(config.model.lora, seed=config.seed)
+        assert policy.adapters is not None
+        policy.adapters.published_alone = engine_info(config.rollout.engine).loads_adapters
+    elif policy.quantization is not None:
+        raise ConfigError(
+            f"{policy.name} was published with quantized weights ({policy.quantization}), which "
+            "can't be trained: add the table [model.lora] for adapters beside them."
+        )
+
+
+def load_for_engine(config: Config) -> Policy:
+    """Load a frozen model for an engine in another process, with what it gets weights for."""
+    loads_adapters = engine_info(config.rollout.engine).loads_adapters
+    return (load_policy(config) if loads_adapters else load_model(config)).freeze()
+
+
+def build_replica(config: Config, policy: Policy) -> Policy | None:
+    """Copy the policy for a rank's own engine, before its parameters are sharded."""
+    info = engine_info(config.rollout.engine)
+    if num_ranks() == 1 or not info.one_per_rank or config.cluster is not None:
+        return None
+    replica = policy.replica(rank_device(config.model.device), precision=config.rollout.precision)
+    if info.loads_adapters:
+        add_adapters(config, replica)
+    return replica.freeze()
 
 
 def shard_over_ranks(config: Config, policy: Policy, reference: Policy | None) -> None:

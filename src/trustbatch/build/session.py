@@ -14,6 +14,7 @@ from trustbatch.build.fingerprints import (
 )
 from trustbatch.build.policies import (
     add_adapters,
+    build_replica,
     load_checkpoint,
     load_model,
     load_reference,
@@ -40,7 +41,7 @@ from trustbatch.training.canary import NUM_PROMPTS, Canary, CanaryRecorder
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
 from trustbatch.utils.cuda_memory import enable_expandable_segments
-from trustbatch.utils.distributed import num_ranks, on_rank_zero, rank_device, this_rank
+from trustbatch.utils.distributed import num_ranks, on_rank_zero, this_rank
 from trustbatch.utils.terminal import LiveLine
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def build_session(config: Config, task: Task | None = None) -> Session:
     files = fingerprint_files(config, task, suite)
     refuse_changed_files(config, checkpoint, files, _say)
     policy = load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
-    replica = _build_replica(config, policy)
+    replica = build_replica(config, policy)
     task = _checked(config, task, suite, policy)
     fingerprints = fingerprint_prompts(files, task)
     refuse_changed_prompts(config, checkpoint, fingerprints, _say)
@@ -134,14 +135,6 @@ def configured_sampling(config: Config, policy: Policy) -> SamplingParams:
         logprob_mode=rollout.logprob_mode,
         anchor_temperature=config.anchor_temperature,
     )
-
-
-def _build_replica(config: Config, policy: Policy) -> Policy | None:
-    """Copy the policy for a rank's own engine, before its parameters are sharded."""
-    one_per_rank = engine_info(config.rollout.engine).one_per_rank
-    if num_ranks() == 1 or not one_per_rank or config.cluster is not None:
-        return None
-    return policy.replica(rank_device(config.model.device), precision=config.rollout.precision)
 
 
 def build_trainer(config: Config, policy: Policy) -> Trainer:

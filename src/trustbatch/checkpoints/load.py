@@ -23,6 +23,7 @@ from trustbatch.checkpoints.manifest import listed_bytes, verify
 from trustbatch.checkpoints.shards import StoredTensor, is_plain, list_tensors, read_into
 from trustbatch.errors import CheckpointError
 from trustbatch.models.policy import Policy
+from trustbatch.models.quantization.layer import quantized_layers
 from trustbatch.rollout.records import group_from_record
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import RolloutBatch
@@ -132,14 +133,17 @@ def frozen_sum(policy: Policy) -> float:
     """Return the sum of the frozen weights of a model with adapters; collective."""
     if policy.adapters is None:
         return 0.0
+    model = policy.model
+    frozen = [each for each in model.parameters() if not each.requires_grad]
+    for layer in quantized_layers(model).values():
+        frozen += [layer.quantized.codes, layer.quantized.scales]
     parts = [
         part.double().sum().item()
-        for p in policy.model.parameters()
-        if not p.requires_grad
+        for p in frozen
         # a part at a time: an embedding in float64 is larger than a layer's weights together
         for part in (p.to_local() if isinstance(p, DTensor) else p).detach().view(-1).split(2**24)
     ]
-    is_sharded = any(isinstance(p, DTensor) for p in policy.model.parameters())
+    is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
     return math.fsum(all_gather(math.fsum(parts)) if is_sharded else parts)
 
 

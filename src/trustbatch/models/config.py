@@ -60,5 +60,16 @@ class ModelConfig(Table):
     """of matrix products; what is trained is always float32. "auto": bfloat16 on a GPU"""
     trust_remote_code: bool = False
     """run code that comes with the checkpoint"""
+    quantization: Literal["nf4", "int8", "fp8"] | None = None
+    """of the frozen weights beside adapters; a model published in one of these formats has it"""
     lora: LoraConfig | None = None
     """default: the whole model is trained"""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelConfig":
+        if self.quantization is not None and self.lora is None:
+            raise ValueError(
+                f'model.quantization = "{self.quantization}" is for frozen weights beside '
+                "adapters: add the table [model.lora], or remove the key"
+            )
+        return self

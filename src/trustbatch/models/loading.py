@@ -24,6 +24,8 @@ from transformers.utils import logging as transformers_logging
 
 from trustbatch.errors import ConfigError, first_line
 from trustbatch.models.gguf import find_gguf, load_gguf, read_gguf_config
+from trustbatch.models.quantization.layer import quantize_linears
+from trustbatch.models.quantization.published import load_published, published_format
 from trustbatch.models.rounding import has_rounded_weights, round_weights
 from trustbatch.utils.hub import hub_is_reachable
 
@@ -66,11 +68,17 @@ KNOWN_MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 
 def load_model(
-    name: str, *, device: str = "auto", weights: str = "float32", trust_remote_code: bool = False
+    name: str,
+    *,
+    device: str = "auto",
+    weights: str = "float32",
+    quantization: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load a decoder-only model to a device, and its tokenizer.
 
     Its parameters are float32, or with `weights` = "bfloat16" what `round_weights` makes of them.
+    With `quantization` its linear layers are quantized on the device, one at a time.
     """
     device = resolve_device(device)
     file = find_gguf(name)
@@ -79,10 +87,20 @@ def load_model(
             model, tokenizer = load_gguf(file)
     else:
         # rounded ones are read as they are stored: no float32 copy of them is needed on the way
-        dtype = torch.float32 if weights == "float32" else "auto"
-        model, tokenizer = _load_folder(name, dtype=dtype, trust_remote_code=trust_remote_code)
+        as_stored = weights == "bfloat16" or quantization is not None
+        model, tokenizer = _load_folder(
+            name,
+            dtype="auto" if as_stored else torch.float32,
+            device=torch.device(device),
+            quantization=quantization,
+            trust_remote_code=trust_remote_code,
+        )
+    if quantization is not None:
+        quantize_linears(model, quantization, torch.device(device))
     if weights == "bfloat16":
         round_weights(model)
+    else:
+        model.float()
     try:
         model = model.to(device)
     except torch.OutOfMemoryError:
@@ -162,31 +180,48 @@ def _known_config(name: str) -> PreTrainedConfig | None:
 
 
 def _load_folder(
-    name: str, *, dtype: torch.dtype | str, trust_remote_code: bool
+    name: str,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    quantization: str | None,
+    trust_remote_code: bool,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Load a folder or a model of the hub; where it was published quantized, those layers too."""
     _refuse_wrong_folder(name)
+    offline = is_offline(name)
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline}
     try:
-        if is_offline(name):  # before the model's own search for adapters, which asks the hub
-            AutoConfig.from_pretrained(
-                name, trust_remote_code=trust_remote_code, local_files_only=True
-            )
+        # before the model's own search for adapters, which asks the hub
+        config = AutoConfig.from_pretrained(name, **common)
+        published = published_format(config, name)
+        _refuse_other_format(name, published, quantization)
         with quiet_bars(only_if=_is_small(Path(name))):
-            model = _AUTO_MODEL.from_pretrained(
-                name,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                use_safetensors=True,
-                local_files_only=is_offline(name),
-            )
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, trust_remote_code=trust_remote_code, local_files_only=is_offline(name)
-            )
+            if published is None:
+                model = _AUTO_MODEL.from_pretrained(
+                    name, dtype=dtype, use_safetensors=True, **common
+                )
+            else:
+                model = load_published(
+                    name, config, device, trust_remote_code=trust_remote_code, offline=offline
+                )
+            tokenizer = AutoTokenizer.from_pretrained(name, **common)
+    except ConfigError as error:
+        raise error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"model.name = {name!r} could not be loaded: give a local folder with a Hugging "
             f"Face checkpoint in safetensors, or a model name on the hub ({first_line(error)})."
         ) from error
     return model, tokenizer
+
+
+def _refuse_other_format(name: str, published: str | None, wanted: str | None) -> None:
+    if published is not None and wanted not in (None, published):
+        raise ConfigError(
+            f'model.quantization = "{wanted}", and {name!r} was published in {published}: remove '
+            "the key, or choose the original model."
+        )
 
 
 @contextmanager

@@ -17,9 +17,12 @@ from torch import Tensor, nn
 
 from trustbatch.errors import ConfigError
 from trustbatch.models.config import ALL_LINEAR, LoraConfig
+from trustbatch.models.quantization.layer import QuantizedLinear, quantized_layers
 from trustbatch.utils.distributed import full_tensor
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+_LINEAR = (nn.Linear, QuantizedLinear)
+"""kinds of layers that can have an adapter; not their subclasses"""
 _NAME = "default"
 _BASE = ".base_layer"
 _PREFIX = "base_model.model."
@@ -31,6 +34,8 @@ class Adapters:
 
     def __init__(self, model: Any, config: LoraConfig, *, model_name: str, seed: int) -> None:
         self.model = model
+        self.published_alone = False
+        """whether engines load adapters, beside the frozen weights that they have already"""
         peft = _import_peft()
         targets = ALL_LINEAR if config.targets == (ALL_LINEAR,) else list(config.targets)
         self.peft_config = peft.LoraConfig(
@@ -65,8 +70,16 @@ class Adapters:
                 "whole model."
             )
 
+    def published_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what engines load with every update."""
+        if not self.published_alone:
+            yield from self.merged_weights()
+            return
+        for name, parameter in self.named_parameters():
+            yield name, full_tensor(parameter.detach())
+
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the float32 weights of the equivalent model without adapters, by its names."""
+        """Yield the weights of the equivalent model without adapters, by its names."""
         layers = {name: module for name, module in self.model.named_modules() if is_adapted(module)}
         trained = {name for name, _ in self.named_parameters()}
         for name, parameter in self.model.named_parameters():
@@ -74,10 +87,13 @@ class Adapters:
             if owner in layers and kind == ".weight":
                 yield owner + kind, merged_weight(layers[owner])
             elif name not in trained:
-                yield owner + kind, _widened(full_tensor(parameter.detach()))
+                yield owner + kind, full_tensor(parameter.detach())
+        for name, layer in quantized_layers(self.model).items():
+            owner = name.removesuffix(_BASE)
+            yield f"{owner}.weight", merged_weight(layers.get(owner, layer))
 
     def merged_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state dict of the equivalent model without adapters; tied weights once.
+        """Yield the float32 state dict of the equivalent model; tied weights once.
 
         One tensor at a time: all of them need more memory than the model itself.
         """
@@ -85,7 +101,8 @@ class Adapters:
         for name, value in self.model.state_dict().items():
             if name not in parameters:
                 yield name, value
-        yield from self.merged_weights()
+        for name, weight in self.merged_weights():
+            yield name, _widened(weight)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the adapters' own parameters, by their names in the model."""
@@ -136,14 +153,14 @@ class Adapters:
 
 
 def is_adapted(layer: Any) -> bool:
-    """Whether this is a plain linear layer with an adapter."""
+    """Whether this is a linear layer with an adapter; its weights may be quantized."""
     base = getattr(layer, "base_layer", None)
-    return type(base) is nn.Linear and _NAME in getattr(layer, "lora_A", ())
+    return type(base) in _LINEAR and _NAME in getattr(layer, "lora_A", ())
 
 
 def is_linear(layer: Any) -> bool:
     """Whether a layer is a plain matrix product, with or without an adapter."""
-    return type(layer) is nn.Linear or is_adapted(layer)
+    return type(layer) in _LINEAR or is_adapted(layer)
 
 
 def merged_weight(layer: Any) -> Tensor:
@@ -179,9 +196,7 @@ def _refuse_other_targets(model: Any, config: LoraConfig) -> None:
     if config.targets == (ALL_LINEAR,):
         return
     head = model.get_output_embeddings()
-    inside = {
-        name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head
-    }
+    inside = {name: m for name, m in model.named_modules() if type(m) in _LINEAR and m is not head}
     for target in config.targets:
         found = [
             (name, module)

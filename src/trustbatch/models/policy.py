@@ -23,6 +23,7 @@ from trustbatch.models.lora import Adapters
 from trustbatch.models.packing.attention import no_mask
 from trustbatch.models.packing.layout import PackedLayout
 from trustbatch.models.packing.probe import enable_packing, has_plain_head
+from trustbatch.models.quantization.layer import quantization_of, quantized_layers
 from trustbatch.models.rounding import has_rounded_weights, round_weights
 from trustbatch.models.tokenization import (
     count_prompt_tokens,
@@ -83,6 +84,8 @@ class Policy:
             self.packs = enable_packing(model)
             """whether the model computes packed sequences; if not, rows are padded"""
             self._has_plain_head = has_plain_head(model)
+        self.quantization = quantization_of(model)
+        """the format of its frozen linear layers; None if they are ordinary ones"""
         self.adapters: Adapters | None = None
         self._skips_adapters = False
 
@@ -94,11 +97,13 @@ class Policy:
         device: str = "auto",
         precision: str = "auto",
         lora: LoraConfig | None = None,
+        quantization: str | None = None,
         trust_remote_code: bool = False,
     ) -> "Policy":
         """Load a checkpoint from a local folder or a GGUF file, or from the hub by name.
 
-        With `lora` the parameters are in the precision of a model that will be frozen.
+        With `lora` the parameters are in the precision of a model that will be frozen, and with
+        `quantization` its linear layers in that format.
         """
         device = resolve_device(device)
         if precision == "auto":
@@ -107,6 +112,7 @@ class Policy:
             name,
             device=device,
             weights="float32" if lora is None else lora.frozen_precision(precision),
+            quantization=quantization,
             trust_remote_code=trust_remote_code,
         )
         return cls(model, tokenizer, name=name, precision=precision)
@@ -181,12 +187,17 @@ class Policy:
         return logits.flatten(0, 1).index_select(0, at)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters by name, as an engine loads them; adapters are merged into them."""
+        """Yield the parameters by name, as an engine loads them.
+
+        Adapters are merged into them, or are published alone.
+        """
         if self.adapters is not None:
-            yield from self.adapters.merged_weights()
+            yield from self.adapters.published_weights()
             return
         for name, parameter in self.model.named_parameters():
             yield name, full_tensor(parameter.detach())
+        for name, layer in quantized_layers(self.model).items():
+            yield f"{name}.weight", layer.weight
 
     def replica(self, device: torch.device, *, precision: str = "auto") -> "Policy":
         """Return a frozen copy for an engine, with layers in the precision of its products.
@@ -234,6 +245,8 @@ class Policy:
             if self.adapters is not None:
                 weights = weights or dict(self.adapters.merged_state())
                 self.adapters.save(folder / ADAPTER_FOLDER, adapters)
+            elif self.quantization is not None:
+                weights = weights or self.model.state_dict() | dict(self.named_weights())
             self.model.save_pretrained(folder, state_dict=weights, max_shard_size=max_file_bytes)
             if self.adapters is not None:
                 # the file names the dtype of the frozen weights, and loaders would round to it

@@ -108,6 +108,8 @@ class EngineInfo:
     """name of its table in [rollout]"""
     shares_parameters: ClassVar[bool] = False
     """samples from the parameters of the policy it is given; else it has a copy of its own"""
+    loads_adapters: ClassVar[bool] = False
+    """loads LoRA adapters beside frozen weights that it has; else it gets merged weights"""
     supports_in_flight: ClassVar[bool] = False
     """implements `InFlightEngine`"""
     one_per_rank: ClassVar[bool] = False

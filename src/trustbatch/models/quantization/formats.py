@@ -59,7 +59,8 @@ class Format:
 
 
 FORMATS = {
-    each.name: each for each in (Format("nf4", 4, 64), Format("int8", 8, None), Format("fp8", 8, 128))
+    each.name: each
+    for each in (Format("nf4", 4, 64), Format("int8", 8, None), Format("fp8", 8, 128))
 }
 
 

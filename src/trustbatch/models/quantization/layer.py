@@ -90,11 +90,12 @@ def quantization_of(model: nn.Module) -> str | None:
 
 
 @torch.no_grad()
-def quantize_linears(within: nn.Module, name: str, device: torch.device) -> None:
-    """Quantize the linear layers inside a module, one at a time, on a device where they stay."""
-    for owner in list(within.modules()):
+def quantize_linears(model: Any, name: str, device: torch.device) -> None:
+    """Quantize all linear layers but the head, one at a time, on a device where they stay."""
+    head = model.get_output_embeddings()
+    for owner in list(model.modules()):
         for child, layer in list(owner.named_children()):
-            if type(layer) is nn.Linear:
+            if type(layer) is nn.Linear and layer is not head:
                 setattr(owner, child, _quantized(layer, name, device))
 
 
@@ -104,6 +105,5 @@ def _quantized(layer: nn.Linear, name: str, device: torch.device) -> QuantizedLi
             f'model.quantization = "nf4" keeps two weights in a byte, and the model has a layer '
             f'with {layer.in_features} inputs: set it to "int8".'
         )
-    weight = quantize(layer.weight.to(device), name)
     bias = None if layer.bias is None else layer.bias.to(device)
-    return QuantizedLinear(weight, bias)
+    return QuantizedLinear(quantize(layer.weight.to(device), name), bias)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.models.policy import Policy
+from trustbatch.models.quantization.layer import quantized_layers
 from trustbatch.rollout.engine import NewerWeights
 from trustbatch.rollout.native.architecture import read_architecture
 from trustbatch.rollout.native.batch import Row, RunningBatch
@@ -66,10 +67,13 @@ class NativeEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load parameters; those that are the trainer's own already are not copied."""
-        if self.policy.adapters is None:  # else they are merged in each `generate`
-            own = dict(self.policy.named_weights())
+        adapters = self.policy.adapters
+        if adapters is None or adapters.published_alone:  # else it has the trainer's own adapters
+            model = self.policy.model
+            own = dict(model.named_parameters())
+            quantized = {f"{name}.weight" for name in quantized_layers(model)}  # frozen
             for name, tensor in weights:
-                if own[name].data_ptr() != tensor.data_ptr():
+                if name not in quantized and own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
         self._version = version
 

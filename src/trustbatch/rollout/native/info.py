@@ -14,6 +14,7 @@ class NativeInfo(EngineInfo):
     name = "native"
     label = "native engine"
     shares_parameters = True
+    loads_adapters = True
     supports_in_flight = True
     one_per_rank = True
     expandable_segments = True

@@ -22,6 +22,7 @@ from torch.nn import functional
 from trustbatch.errors import ConfigError
 from trustbatch.models.lora import adapter_of, is_adapted, merged_weight, scale_of
 from trustbatch.rollout.native import operations
+from trustbatch.rollout.native.quantized_linear import QuantizedProduct, are_quantized
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = torch.finfo(E4M3).max  # 448
@@ -128,7 +129,6 @@ class AdaptedLinear:
         else:
             self.down = torch.zeros(num_rows, down.shape[1], dtype=dtype, device=down.device)
         self.up = torch.zeros(sum(self.sizes), self.rank, dtype=dtype, device=down.device)
-        self._has_read_base = False
         self.add = operations.add_low_rank
         if self.up.is_cuda and dtype == torch.bfloat16:
             from trustbatch.rollout.native.adapter_kernels import add_low_rank
@@ -136,10 +136,8 @@ class AdaptedLinear:
             self.add = add_low_rank
 
     def refresh(self) -> None:
-        """Round the current adapters; the base is frozen, so that it is read once."""
-        if not self._has_read_base:
-            self.base.refresh()
-            self._has_read_base = True
+        """Round the current adapters, and frozen weights of which there is a copy."""
+        self.base.refresh()
         downs, ups = self.down.split(self.rank), self.up.split(self.sizes)
         for layer, down, up in zip(self.layers, downs, ups, strict=True):
             if is_adapted(layer):
@@ -271,6 +269,8 @@ def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool =
     if precision == "float32" and not parameter.is_cuda and PackedLinear.available():
         return PackedLinear(layers)
     if not any(is_adapted(layer) for layer in layers):
+        if are_quantized(layers):
+            return _build_frozen(layers, layers, precision)
         if precision == "fp8":
             return _build_fp8(layers)
         return OwnLinear(layers) if parameter.dtype == wanted else RoundedLinear(layers, wanted)
@@ -281,10 +281,13 @@ def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool =
 def _build_frozen(
     frozen: Sequence[nn.Linear], layers: Sequence[nn.Linear], precision: str
 ) -> Linear:
-    """Choose how the frozen weights of layers with adapters are multiplied."""
+    """Choose how frozen weights are multiplied; `layers` are the same, with their adapters."""
     if precision == "fp8":
         return _build_fp8(frozen)
     wanted = getattr(torch, precision)
+    if are_quantized(frozen):  # a CPU computes faster with a copy, and has room for it
+        is_cuda = frozen[0].codes.is_cuda
+        return QuantizedProduct(frozen, wanted) if is_cuda else RoundedLinear(frozen, wanted)
     if all(layer.weight.dtype == wanted for layer in frozen):
         rank = next(len(adapter_of(layer)[0]) for layer in layers if is_adapted(layer))
         return JoinedLinear(frozen, num_spare=rank * len(layers))
