@@ -336,7 +336,7 @@ def test_advice_on_a_larger_model(large: Config) -> None:
     assert "adamw_8bit" not in of(2)  # adapters have few states
     assert "; that still needs" in of(1.5)
     assert "GPUs" not in of(1.5)  # who has one is not told to get more
-    assert "train on 4 GPUs" in of(1.5, num=2)
+    assert "train on 64 GPUs" in of(1.5, num=2)
 
 
 def test_the_setting_is_the_configuration_s(tiny_folder: Path) -> None:

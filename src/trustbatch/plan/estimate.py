@@ -279,7 +279,8 @@ class Estimator:
             Part("keys and values", cache, least=min(least, cache)),
             Part("logits", copies * FLOAT32 * num_rows * outline.vocabulary),
             Part("prompts", prompt_pass * self.activations(setting).layer),
-            Part("one layer, dequantized", self.weights(setting).dequantized),
+            # the layers with the same input are one product: gate and up are the largest
+            Part("one layer, dequantized", 2 * self.weights(setting).dequantized),
         ]
 
     @property

@@ -66,7 +66,7 @@ class Setting:
             cpu_offload=training.cpu_offload,
             optimizer_offload=training.optimizer_offload,
             activation_offload=training.activation_offload,
-            quantization=getattr(config.model, "quantization", None),
+            quantization=config.model.quantization,
             fp8_cache=getattr(config.rollout, "kv_precision", "auto") == "fp8",
             lora=None if lora is None else Lora.of(lora),
             engine_sleeps=info.sleeps(info.table(config.rollout)),
