@@ -3,9 +3,12 @@
     python benchmarks/rollout_gpu.py [--engines native,vllm,...] [--tokens 512] [--profile]
 
 512 requests of 64 random tokens, each continued by 512 tokens (no stop token), bfloat16, log-probs
-of the sampled tokens on; Qwen3-0.6B shape with random weights. Each engine runs in a process of its
-own and generates three times: the first includes warm-up, the best counts. Results go to stdout,
-and one JSON line each as they come to benchmarks/results/rollout_gpu.jsonl.
+of the sampled tokens on; Qwen3-0.6B shape with random weights, or that of --shape. Each engine runs
+in a process of its own and generates three times: the first includes warm-up, the best counts.
+Results go to stdout, and one JSON line each as they come to benchmarks/results/rollout_gpu.jsonl.
+
+native-lora decodes from frozen bfloat16 weights and adapters of rank 32 beside all linear layers;
+native is as fast as an engine with the adapters merged.
 """
 
 import argparse
@@ -16,15 +19,31 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-ENGINES = ("native", "native-top16", "native-fp8", "vllm", "vllm-top16", "vllm-fp8")
+ENGINES = (
+    "native",
+    "native-lora",
+    "native-top16",
+    "native-fp8",
+    "vllm",
+    "vllm-top16",
+    "vllm-fp8",
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+    | {"num_attention_heads": 16, "tie_word_embeddings": True},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    | {"num_attention_heads": 32, "tie_word_embeddings": False},
+}
+LORA_RANK = 32
 RESULTS = Path(__file__).parent / "results" / "rollout_gpu.jsonl"
 VOCABULARY = 151_936
 PROMPT_TOKENS = 64
 
 
-def make_model(folder: Path) -> None:
-    """Write a Qwen3-0.6B-shaped model with random weights and any tokenizer."""
+def make_model(folder: Path, shape: str) -> None:
+    """Write a model of a Qwen3's shape, in bfloat16 with random weights, and any tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -32,20 +51,16 @@ def make_model(folder: Path) -> None:
 
     config = Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=1,
+        **SHAPES[shape],
     )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM(config).bfloat16()
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
 
@@ -60,11 +75,17 @@ def run_native(engine: str, folder: Path, requests: int, tokens: int, profile: b
     """Time the native engine; returns the seconds of each generation."""
     import torch
 
+    from trustbatch.models.config import LoraConfig
     from trustbatch.models.policy import Policy
     from trustbatch.rollout.native.engine import NativeEngine
     from trustbatch.types import GenerationRequest, SamplingParams
 
-    policy = Policy.load(str(folder)).freeze()
+    if engine.endswith("lora"):
+        config = LoraConfig(rank=LORA_RANK)
+        policy = Policy.load(str(folder), lora=config)
+        policy.add_adapters(config, seed=0)
+    else:
+        policy = Policy.load(str(folder)).freeze()
     native = NativeEngine(
         policy,
         seed=0,
@@ -143,17 +164,19 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--folder", help="of the model; made where it is not there")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    folder = Path(options.folder or Path(tempfile.gettempdir()) / "trustbatch-qwen3-06b-shape")
+    name = f"trustbatch-qwen3-{options.shape}-bfloat16"
+    folder = Path(options.folder or Path(tempfile.gettempdir()) / name)
     if options.one:
         run = run_vllm if options.one.startswith("vllm") else run_native
         result = run(options.one, folder, options.requests, options.tokens, options.profile)
         print("RESULT " + json.dumps(result))
         return
     if not (folder / "config.json").is_file():
-        make_model(folder)
+        make_model(folder, options.shape)
     RESULTS.parent.mkdir(exist_ok=True)
     rates: dict[str, float] = {}
     for engine in options.engines.split(","):
@@ -168,7 +191,8 @@ def main() -> None:
         result = json.loads(lines[-1].removeprefix("RESULT "))
         rates[engine] = options.requests * options.tokens / min(result["seconds"])
         with RESULTS.open("a") as file:
-            file.write(json.dumps({"engine": engine, "rate": rates[engine], **result}) + "\n")
+            line = {"engine": engine, "shape": options.shape, "rate": rates[engine], **result}
+            file.write(json.dumps(line) + "\n")
         first = next(iter(rates.values()))
         print(
             f"{engine:14} {rates[engine]:9,.0f} tokens/s   {first / rates[engine]:5.2f} times "

@@ -135,6 +135,20 @@ def test_any_number_of_engines_trains_as_one_process_does(
     assert not (actual.folder / "weights").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["shared_memory", "disk"])
+def test_engines_of_a_cluster_get_adapters_alone(
+    tiny_folder: Path, tmp_path: Path, method: str
+) -> None:
+    """They have the frozen weights already."""
+    pytest.importorskip("peft")
+    lora = {"lora": {"rank": 4}, "name": str(tiny_folder)}
+    expected = run(tiny_folder, tmp_path / "sync", model=lora, rollout={"lag": 1})
+    cluster = {"engines": 2, "max_lag": 1, "weight_transfer": method}
+    actual = run(tiny_folder, tmp_path / "async", model=lora, cluster=cluster)
+    assert_same(actual, expected)
+
+
 @pytest.mark.long
 def test_batches_are_reused_and_dynamic_sampling_keeps_the_bound(
     tiny_folder: Path, tmp_path: Path

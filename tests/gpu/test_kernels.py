@@ -20,7 +20,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
-from trustbatch.rollout.native import kernels  # noqa: E402
+from trustbatch.rollout.native import adapter_kernels, kernels  # noqa: E402
 from trustbatch.rollout.native.paged_cache import SPARE, PagedCache  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -156,3 +156,35 @@ def test_a_cleared_pool_starts_with_what_it_needed_before() -> None:
     cache.clear()
     cache.add_prompts([64], [1])
     assert cache.num_pages < held  # short completions need no large pool for good
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("sizes", "rank", "num_rows"), [((128, 32, 32), 4, 5), ((96, 96), 40, 70), ((50,), 100, 33)]
+)
+def test_adapters_are_added_layer_by_layer(
+    sizes: tuple[int, ...], rank: int, num_rows: int, dtype: torch.dtype
+) -> None:
+    """Inputs are parts of longer rows; a rank of no power of two, a tile that is not full."""
+    width, down = sum(sizes), rank * len(sizes)
+    joined = torch.randn(num_rows, width + down + 7, device=DEVICE).to(dtype)
+    up = torch.randn(width, rank, device=DEVICE).to(dtype)
+    arguments = (joined[:, :width], joined[:, width : width + down], up, sizes, 0.3)
+    found = adapter_kernels.add_low_rank(*arguments)
+    assert found.is_contiguous()
+    # products of up to 100 numbers of size 1
+    tolerance = 1e-5 if dtype == torch.float32 else 0.25
+    expected = operations.add_low_rank(*arguments)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=tolerance)
+    if dtype == torch.bfloat16:  # rounded at the same places: few differ, by the order of sums
+        assert float((found == expected).float().mean()) > 0.9
+
+
+def test_layers_that_no_tile_divides_are_added_too() -> None:
+    outputs, down = torch.randn(3, 60, device=DEVICE), torch.randn(3, 4, device=DEVICE)
+    arguments = (outputs, down, torch.randn(60, 2, device=DEVICE), (20, 40), 2.0)
+    close(
+        adapter_kernels.add_low_rank(*arguments),
+        operations.add_low_rank(*arguments),
+        torch.float32,
+    )

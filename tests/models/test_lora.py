@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trustbatch
 from trustbatch.errors import CheckpointError, ConfigError
+from trustbatch.models import loading
 from trustbatch.models.config import LoraConfig
 from trustbatch.models.policy import ADAPTER_FOLDER, Policy
+from trustbatch.models.rounding import round_weights
 from trustbatch.rollout.native.decoder import LlamaDecoder
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import build_task
@@ -192,11 +194,23 @@ def test_a_bfloat16_base(tiny_folder: Path, published_folder: Path) -> None:
     assert torch.equal(logits(small), logits(wide))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_base_is_loaded_in_bfloat16(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+def test_published_weights_are_never_in_float32(
+    published_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a float32 copy of published weights on the way, nor rounded norms."""
+    """A model that fits in bfloat16 may not fit in float32, not even in host memory."""
+    stored: set[torch.dtype] = set()
+
+    def note(model: torch.nn.Module) -> None:
+        stored.update(parameter.dtype for parameter in model.parameters())
+        round_weights(model)
+
+    monkeypatch.setattr(loading, "round_weights", note)
+    Policy.load(str(published_folder), device="cpu", precision="bfloat16", lora=LoraConfig())
+    assert stored == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_base_is_loaded_in_bfloat16(tiny_folder: Path, tmp_path: Path, tied: bool) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, tie_word_embeddings=tied)
     with torch.no_grad():
         model.model.norm.weight.fill_(1 + 2**-12)  # bfloat16 would round it to 1
@@ -209,16 +223,9 @@ def test_a_base_is_loaded_in_bfloat16(
     assert embedding.weight.dtype == head.weight.dtype == torch.bfloat16
     assert (embedding.weight.data_ptr() == head.weight.data_ptr()) == tied
     assert policy.model.model.norm.weight.unique().tolist() == [1 + 2**-12]
+    assert embedding(torch.tensor([3])).dtype == torch.float32  # the residual stream
     assert policy.packs
     assert policy.head is head
-    assert embedding(torch.tensor([3])).dtype == torch.float32  # the residual stream
-    before = dict(policy.model.named_parameters())
-    policy.add_adapters(LoraConfig(), seed=0)
-    assert all(
-        each is before[name.replace(".base_layer", "")]
-        for name, each in policy.model.named_parameters()
-        if not each.requires_grad
-    )
 
 
 def test_a_missing_package_is_a_sentence(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.support.training_cases import policy_logp, sample_sequences, train
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -177,6 +178,8 @@ def test_joined_weights_are_saved_as_ordinary_ones(
     expected = {name: weight.clone() for name, weight in policy.named_weights()}
     NativeEngine(policy, seed=0)
     policy.save(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {each.dtype for each in stored.values()} == {torch.float32}
     saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     assert saved.keys() == expected.keys()
     for name, weight in expected.items():

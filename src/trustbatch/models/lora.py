@@ -177,6 +177,11 @@ def _widened(weight: Tensor) -> Tensor:
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
+def frozen_layer(layer: Any) -> Any:
+    """Return the layer that has an adapter beside it; any other layer is returned as it is."""
+    return layer.base_layer if is_adapted(layer) else layer
+
+
 def scale_of(layer: Any) -> float:
     """Return what the output of an adapter is multiplied by."""
     return layer.scaling[_NAME]

@@ -52,7 +52,7 @@ def _add_low_rank(
     row = row.to(tl.int64)
     dtype = added.dtype.element_ty
     product = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
-    for start in tl.static_range(0, RANK, BLOCK_RANK):
+    for start in range(0, RANK, BLOCK_RANK):
         k = start + tl.arange(0, BLOCK_RANK)
         a = tl.load(
             down + row * down_stride + layer * RANK + k[None, :],

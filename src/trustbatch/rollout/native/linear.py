@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trustbatch.errors import ConfigError
-from trustbatch.models.lora import adapter_of, is_adapted, merged_weight, scale_of
+from trustbatch.models.lora import adapter_of, frozen_layer, is_adapted, merged_weight, scale_of
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.quantized_linear import QuantizedProduct, are_quantized
 
@@ -274,7 +274,7 @@ def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool =
         if precision == "fp8":
             return _build_fp8(layers)
         return OwnLinear(layers) if parameter.dtype == wanted else RoundedLinear(layers, wanted)
-    frozen = [layer.base_layer if is_adapted(layer) else layer for layer in layers]
+    frozen = [frozen_layer(layer) for layer in layers]
     return AdaptedLinear(_build_frozen(frozen, layers, precision), layers, wanted)
 
 
