@@ -117,6 +117,8 @@ class Provenance:
     top_p: float
     top_k: int
     logprob_mode: str
+    kv_precision: str = "auto"
+    """of keys and values in the engine's cache; "auto" is that of its matrix products"""
 
 
 class Role(StrEnum):

@@ -108,6 +108,7 @@ def _build(
         seed=seed,
         version=version,
         precision=precision,
+        kv_precision=rollout.kv_precision,
         max_sequences=rollout.max_sequences,
         prompts_per_call=rollout.prompts_per_call,
         top_logprobs=rollout.top_logprobs,

@@ -214,8 +214,7 @@ class Estimator:
         ]
         whole = replace(setting, num_gpus=1, lora=None, quantization=None)
         return sum(
-            FLOAT32 * each.num_parameters + self.weights(whole, each).in_engine
-            for each in outlines
+            FLOAT32 * each.num_parameters + self.weights(whole, each).in_engine for each in outlines
         )
 
     def _engine_weights(self, setting: Setting) -> float:

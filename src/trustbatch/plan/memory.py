@@ -115,9 +115,7 @@ class Phase:
     @property
     def needed(self) -> float:
         """Bytes without which the phase can't run."""
-        return sum(
-            part.num_bytes if part.least is None else part.least for part in self.parts
-        )
+        return sum(part.num_bytes if part.least is None else part.least for part in self.parts)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ class RolloutConfig(Table):
     """prompts per call of an engine; default: all, or an equal share for each engine"""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
     """of the engine's matrix products; "auto" is the policy's"""
+    kv_precision: Literal["auto", "fp8"] = "auto"
+    """of keys and values in the engine's cache; "auto" is that of its matrix products"""
     canary_every: Changeable[int | None] = Field(default=None, ge=0)
     """weight updates between two comparisons of engine and trainer; 0 is never"""
     policies: tuple[SecondPolicyConfig, ...] = ()

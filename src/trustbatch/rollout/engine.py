@@ -79,6 +79,7 @@ class EngineSettings:
     version: int
     """of the policy's weights"""
     precision: str
+    kv_precision: str
     max_sequences: int
     prompts_per_call: int | None
     top_logprobs: int

@@ -359,7 +359,9 @@ def _judge(
     """
     difference = difference.abs()
     mean, largest = float(difference.mean()), float(difference.max())
-    tolerance = _tolerance(sampled_by.precision, precision)
+    kv_precision = sampled_by.kv_precision
+    of_cache = [] if kv_precision == "auto" else [kv_precision]
+    tolerance = _tolerance(sampled_by.precision, *of_cache, precision)
     within = mean <= tolerance.mean and largest <= tolerance.largest  # False for NaN
     if sampled_by.version != version or not within:
         problem = "has another anchor than" if of_anchor else "does not sample from"

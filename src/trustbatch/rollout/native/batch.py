@@ -50,7 +50,7 @@ class RunningBatch:
         self.token, self.position, self.key, self.num_sampled = zeros
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.buffer = _TokenBuffer(_no_tokens(device), self.num_steps, max_rows)
-        self._graphs: dict[tuple[int, SamplingParams], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool, SamplingParams], torch.cuda.CUDAGraph] = {}
         self._graph_address = decoder.address
         if decoder.uses_cuda_graphs:
             # one for all captures: cuBLAS keeps a workspace for every stream
@@ -129,7 +129,7 @@ class RunningBatch:
         padded = min(padded_rows(num_rows), self.max_rows)
         # padding rows are at position 0 of the scratch page
         self.position[num_rows:padded] = 0
-        key = (padded, sampling)
+        key = (padded, self.decoder.shares_pages, sampling)
         if key not in self._graphs:
             self._graphs[key] = self._capture_graph(padded, sampling)
         return self._graphs[key]

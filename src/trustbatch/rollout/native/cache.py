@@ -42,6 +42,11 @@ class Cache(Protocol):
         ...
 
     @property
+    def shares_pages(self) -> bool:
+        """Whether attention reads some pages for several rows at once, with kernels of its own."""
+        ...
+
+    @property
     def longest(self) -> int:
         """Tokens in the longest row."""
         ...
@@ -54,8 +59,11 @@ class Cache(Protocol):
         """Reserve memory for prompts, padded on the right, and for copies[p] rows of prompt p."""
         ...
 
-    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
+    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last.
+
+        Return what later tokens read, so that a prompt's own tokens can read the same.
+        """
         ...
 
     def finish_prompts(self) -> None:

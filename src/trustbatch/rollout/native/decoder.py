@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trustbatch.errors import ConfigError
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.architecture import Architecture
 from trustbatch.rollout.native.cache import Cache, HeadNorms
@@ -37,6 +38,11 @@ class Decoder(Protocol):
     @property
     def address(self) -> tuple[int, int]:
         """Changes whenever a tensor that a CUDA graph reads has moved."""
+        ...
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether a step reads some pages for several rows at once, with kernels of its own."""
         ...
 
     def refresh(self) -> None:
@@ -84,7 +90,9 @@ class LlamaDecoder:
 
     joins_running = True
 
-    def __init__(self, architecture: Architecture, *, precision: str, max_rows: int) -> None:
+    def __init__(
+        self, architecture: Architecture, *, precision: str, kv_precision: str, max_rows: int
+    ) -> None:
         model = architecture.model
         self.architecture = architecture
         self.max_rows = max_rows
@@ -105,7 +113,7 @@ class LlamaDecoder:
             self.operations = kernels
         self.rotary = architecture.rotary(ROTARY_STEP, self.device)
         self.workspace = Workspace(architecture, self.device)
-        self.cache = self._new_cache()
+        self.cache = self._new_cache(is_fp8=kv_precision == "fp8")
         self._moves = 0
 
     @property
@@ -117,6 +125,11 @@ class LlamaDecoder:
     def prefill_tokens(self) -> int:
         """Prompt tokens that one prefill may have, by the memory that was free."""
         return self.workspace.prefill_tokens
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether a step reads some pages for several rows at once, with kernels of its own."""
+        return self.cache.shares_pages
 
     def refresh(self) -> None:
         """Read the current values of the trainer's parameters."""
@@ -151,7 +164,7 @@ class LlamaDecoder:
                     parts[:, num_rotated:].to(self.dtype),
                 )
             )
-            self.cache.store_prompts(number, key, value)
+            key, value = self.cache.store_prompts(number, key, value)
             # padding is on the right, where the causal mask hides it
             out = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=True
@@ -211,12 +224,17 @@ class LlamaDecoder:
             self.rotary = self.architecture.rotary(rounded, self.device)
             self._moves += 1
 
-    def _new_cache(self) -> Cache:
+    def _new_cache(self, *, is_fp8: bool) -> Cache:
         num_layers = len(self.layers)
         if self.device.type != "cuda":
-            return DenseCache(self.architecture.heads, num_layers, self.dtype)
+            return DenseCache(self.architecture.heads, num_layers, self.dtype, is_fp8=is_fp8)
         from trustbatch.rollout.native.paged_cache import PagedCache
 
+        if is_fp8 and torch.cuda.get_device_capability(self.device) < (8, 9):
+            raise ConfigError(
+                'rollout.kv_precision = "fp8" needs a GPU that converts FP8 (compute capability '
+                "8.9 or newer): remove it on this one."
+            )
         return PagedCache(
             self.architecture.heads,
             num_layers,
@@ -224,6 +242,7 @@ class LlamaDecoder:
             device=self.device,
             max_rows=self.max_rows,
             room=self.workspace.room_for_cache,
+            is_fp8=is_fp8,
         )
 
 

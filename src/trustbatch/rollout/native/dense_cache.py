@@ -4,18 +4,27 @@ import torch
 from torch import Tensor
 
 from trustbatch.rollout.native.cache import HeadNorms, Heads
+from trustbatch.rollout.native.linear import round_rows
 from trustbatch.rollout.native.operations import rotate, split_heads
 from trustbatch.rollout.native.prompt_block import PromptBlock
 
 
 class DenseCache:
-    """The cache of all running rows; each addition of prompts is a block of its own."""
+    """The cache of all running rows; each addition of prompts is a block of its own.
+
+    With `is_fp8` keys and values are rounded to e4m3 before they are stored, in their own dtype.
+    """
 
     address = 0
     """there are no CUDA graphs on a CPU"""
+    shares_pages = False
+    """there are no pages"""
 
-    def __init__(self, heads: Heads, num_layers: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, heads: Heads, num_layers: int, dtype: torch.dtype, *, is_fp8: bool = False
+    ) -> None:
         self.heads = heads
+        self.is_fp8 = is_fp8
         self.num_layers = num_layers
         self.dtype = dtype
         self.blocks: list[PromptBlock] = []
@@ -29,10 +38,13 @@ class DenseCache:
         block = PromptBlock(lengths, copies, self.heads, self.num_layers, self.dtype)
         self.blocks.append(block)
 
-    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
         del layer  # they come in order
+        if self.is_fp8:
+            keys, values = round_rows(keys), round_rows(values)
         self.blocks[-1].store_prompts(keys, values)
+        return keys, values
 
     def finish_prompts(self) -> None:
         """Do nothing: the rows exist already."""
@@ -77,6 +89,8 @@ class DenseCache:
         if layer == 0:
             self._place_rotary(rotary, position)
         rows = rotate(split_heads(qkv, self.heads, norms), *self.step_rotary, self.dtype)
+        if self.is_fp8:
+            rows[:, self.heads.num_query :] = round_rows(rows[:, self.heads.num_query :])
         if len(self.blocks) == 1:
             return self.blocks[0].attend(layer, rows)
         sizes = [block.num_rows for block in self.blocks]

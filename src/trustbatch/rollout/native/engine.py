@@ -38,7 +38,10 @@ _Segment = tuple[int, dict[int, SampledTokens]]
 
 
 class NativeEngine:
-    """Samples from the trainer's own parameters, in the policy's precision or in FP8."""
+    """Samples from the trainer's own parameters, in the policy's precision or in FP8.
+
+    Keys and values can be FP8 too, whatever the precision of matrix products is.
+    """
 
     def __init__(
         self,
@@ -48,11 +51,13 @@ class NativeEngine:
         version: int = 0,
         max_sequences: int = 512,
         precision: str = "auto",
+        kv_precision: str = "auto",
     ) -> None:
         self.policy = policy
         self.seed = seed
         self.max_sequences = max_sequences
         self.precision = policy.precision if precision == "auto" else precision
+        self.kv_precision = kv_precision
         self.newer_weights: NewerWeights | None = None
         """weights to apply in the middle of `generate` (in-flight updates)"""
         self._version = version
@@ -229,6 +234,7 @@ class NativeEngine:
             return LlamaDecoder(
                 architecture,
                 precision=self.precision,
+                kv_precision=self.kv_precision,
                 max_rows=self.max_sequences,
             )
         if self.precision != policy.precision:
@@ -236,6 +242,11 @@ class NativeEngine:
                 f'rollout.precision = "{self.precision}" is not available for '
                 f"{policy.model.config.model_type} models in the native engine: remove it, or "
                 'set rollout.engine = "vllm".'
+            )
+        if self.kv_precision != "auto":
+            raise ConfigError(
+                f'rollout.kv_precision = "{self.kv_precision}" is not available for '
+                f"{policy.model.config.model_type} models in the native engine: remove it."
             )
         return PortableDecoder(
             policy.model,
@@ -297,6 +308,7 @@ class NativeEngine:
             version=version,
             engine=INFO.name,
             precision=self.precision,
+            kv_precision=self.kv_precision,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

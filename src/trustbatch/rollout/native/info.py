@@ -31,6 +31,7 @@ class NativeInfo(EngineInfo):
             version=settings.version,
             max_sequences=settings.max_sequences,
             precision=settings.precision,
+            kv_precision=settings.kv_precision,
         )
         if settings.prompts_per_call is None:
             return engine

@@ -4,16 +4,18 @@ A prompt's full pages are shared by all its samples; a partly filled page is cop
 to the pool when no row holds it any more.
 """
 
-import math
 from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trustbatch.rollout.native import kernels
+from trustbatch.rollout.native.attention_kernels import LayerPages, attend, rotate_and_store
 from trustbatch.rollout.native.cache import GROWTH, PAGE, CacheFullError, HeadNorms, Heads
+from trustbatch.rollout.native.linear import quantize_rows
+from trustbatch.rollout.native.prompt_tiles import PromptTiles
 
 SCRATCH = 0
 """the page that padding writes to"""
@@ -30,7 +32,10 @@ class _NewPrompts(NamedTuple):
 
 
 class PagedCache:
-    """Pages [pages, KV heads, PAGE, D] of keys and values in each layer, with reference counts."""
+    """Pages [pages, KV heads, PAGE, D] of keys and values in each layer, with reference counts.
+
+    FP8 ones are bytes, as few operations of torch know e4m3, and a scale for each token and head.
+    """
 
     def __init__(
         self,
@@ -41,16 +46,19 @@ class PagedCache:
         device: torch.device,
         max_rows: int,
         room: Callable[[int], float],
+        is_fp8: bool = False,
     ) -> None:
         """`room` returns the bytes by which the pool may grow, for a number of rows."""
         self.heads = heads
         self.room = room
         self.device = device
-        self.dtype = dtype
+        self.dtype = torch.uint8 if is_fp8 else dtype
+        self.is_fp8 = is_fp8
         self.num_layers = num_layers
-        self.shape = (heads.num_kv, PAGE, heads.dim)
         self.num_processors = _num_processors(device)
         self.max_rows = max_rows
+        page_bytes = 2 * heads.num_kv * PAGE * heads.dim * self.dtype.itemsize
+        self.tiles = PromptTiles(heads, page_bytes=page_bytes, max_rows=max_rows, device=device)
         self.address = 0
         """changes whenever a tensor that a CUDA graph reads has moved"""
         self._most_held = self._expected = 0
@@ -58,24 +66,46 @@ class PagedCache:
 
     def clear(self) -> None:
         """Drop all rows and free their memory; the next pool starts with the size they needed."""
-        options = {"dtype": self.dtype, "device": self.device}
-        self.keys = [torch.empty(1, *self.shape, **options) for _ in range(self.num_layers)]
-        self.values = [torch.empty_like(part) for part in self.keys]
+        slots = (1, self.heads.num_kv, PAGE)
+        self.keys, self.values = self._new_pools(*slots, self.heads.dim, dtype=self.dtype)
+        self.key_scales: list[Tensor] = []
+        self.value_scales: list[Tensor] = []
+        if self.is_fp8:
+            self.key_scales, self.value_scales = self._new_pools(*slots, dtype=torch.float32)
         self.table = torch.zeros(self.max_rows, 1, dtype=torch.int32, device=self.device)
         self.address += 1
         self.rows: list[list[int]] = []
         self.lengths: list[int] = []
+        self._prompts: list[tuple[int, int]] = []
+        """each row's prompt, and how many of its pages all its rows share"""
+        self._num_prompts = 0
         self._holders = [1]  # the scratch page is never free
         self._free: list[int] = []
         self._new = _NewPrompts([], [], [])
-        self._table_is_current = False
+        self._table_is_current = self._rows_are_current = False
         self._expected = int(self._most_held * SPARE)
         self._most_held = 0
+
+    def _new_pools(self, *shape: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        """Return each layer's pool, for keys and for values."""
+        pools = [
+            torch.empty(shape, dtype=dtype, device=self.device) for _ in range(2 * self.num_layers)
+        ]
+        return pools[: self.num_layers], pools[self.num_layers :]
 
     @property
     def longest(self) -> int:
         """Tokens in the longest row."""
         return max(self.lengths, default=0)
+
+    @property
+    def _pools(self) -> tuple[list[Tensor], ...]:
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether attention reads some pages for several rows at once, with kernels of its own."""
+        return self.tiles.shared is not None
 
     @property
     def num_pages(self) -> int:
@@ -93,11 +123,27 @@ class PagedCache:
         padded = [each + [SCRATCH] * (widest - len(each)) for each in pages]
         self._new_table = self._to_device(padded).long()
 
-    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's keys and values [P, KV heads, L, D] of the prompts added last."""
-        for pool, part in ((self.keys[layer], keys), (self.values[layer], values)):
-            part = functional.pad(part, (0, 0, 0, -part.shape[2] % PAGE))
-            pool[self._new_table] = part.unflatten(2, (-1, PAGE)).transpose(1, 2)
+        if not self.is_fp8:
+            self._store(self.keys[layer], keys)
+            self._store(self.values[layer], values)
+            return keys, values
+        return (
+            self._store_rounded(self.keys[layer], self.key_scales[layer], keys),
+            self._store_rounded(self.values[layer], self.value_scales[layer], values),
+        )
+
+    def _store_rounded(self, pool: Tensor, scales: Tensor, part: Tensor) -> Tensor:
+        """Store e4m3 numbers and their scales; return what they stand for."""
+        rounded, scale = quantize_rows(part)
+        self._store(pool, rounded.view(torch.uint8))
+        self._store(scales[..., None], scale)
+        return (rounded.float() * scale).to(part.dtype)
+
+    def _store(self, pool: Tensor, part: Tensor) -> None:
+        part = functional.pad(part, (0, 0, 0, -part.shape[2] % PAGE))
+        pool[self._new_table] = part.unflatten(2, (-1, PAGE)).transpose(1, 2)
 
     def finish_prompts(self) -> None:
         """Add the rows of each prompt: full pages are shared, a partly filled one is copied."""
@@ -105,6 +151,8 @@ class PagedCache:
         for pages, length, count in zip(*self._new, strict=True):
             is_partial = length % PAGE != 0
             shared = pages[:-1] if is_partial else pages
+            self._prompts += [(self._num_prompts, len(shared))] * count
+            self._num_prompts += 1
             for number in range(count):
                 row = list(shared)
                 if number > 0:
@@ -118,10 +166,10 @@ class PagedCache:
                     row.append(own)
                 self.rows.append(row)
                 self.lengths.append(length)
-        self._table_is_current = False
+        self._rows_are_current = False
         if sources:
             source, target = self._to_device(sources).long(), self._to_device(targets).long()
-            for pool in (*self.keys, *self.values):
+            for pool in chain(*self._pools):
                 pool[target] = pool[source]
 
     def attend(
@@ -133,12 +181,16 @@ class PagedCache:
         position: Tensor,
     ) -> Tensor:
         """Store one key and value per row, from [n, (H + 2 KV) D]; return attention [n, H D]."""
-        keys, values = self.keys[layer], self.values[layer]
+        pages = LayerPages(
+            self.keys[layer],
+            self.values[layer],
+            self.key_scales[layer] if self.is_fp8 else None,
+            self.value_scales[layer] if self.is_fp8 else None,
+        )
         table = self.table[: len(qkv)]
-        query = kernels.rotate_and_store(
+        query = rotate_and_store(
             qkv,
-            keys,
-            values,
+            pages,
             rotary=rotary,
             position=position,
             table=table,
@@ -146,8 +198,14 @@ class PagedCache:
             epsilon=self.heads.epsilon,
             num_heads=self.heads.num_query,
         )
-        splits = kernels.splits_for(len(qkv), self.heads.num_kv, self.num_processors)
-        out = kernels.attend(query, keys, values, table=table, position=position, splits=splits)
+        out = attend(
+            query,
+            pages,
+            table=table,
+            position=position,
+            num_processors=self.num_processors,
+            shared=self.tiles.shared,
+        )
         return out.flatten(1)
 
     def reserve(self, num_steps: int) -> None:
@@ -159,8 +217,11 @@ class PagedCache:
             if number > len(row):
                 row.extend(self._take() for _ in range(number - len(row)))
                 self._table_is_current = False
-        if not self._table_is_current:
+        if not self._table_is_current or not self._rows_are_current:
             self._write_table(max(wanted, default=1))
+        if not self._rows_are_current:
+            self.tiles.write(self._prompts)
+            self._rows_are_current = True
 
     def advance(self, num_steps: int) -> None:
         """Advance all rows by `num_steps` tokens."""
@@ -177,7 +238,8 @@ class PagedCache:
                         self._free.append(page)
         self.rows = [self.rows[number] for number in index]
         self.lengths = [self.lengths[number] for number in index]
-        self._table_is_current = False
+        self._prompts = [self._prompts[number] for number in index]
+        self._rows_are_current = False
 
     def _take(self) -> int:
         page = self._free.pop()
@@ -207,18 +269,18 @@ class PagedCache:
 
     def _largest(self, num_rows: int) -> float:
         """Return the most pages for which there is room."""
-        in_layer = math.prod(self.shape) * self.dtype.itemsize
-        in_all = 2 * self.num_layers * in_layer
+        in_layer = self.keys[0][0].nbytes
+        in_all = sum(pool[0].nbytes for pool in chain(*self._pools))
         # while the pool grows, the keys or values of one layer exist twice
         return (self.room(num_rows) + self.num_pages * in_all) / (in_all + in_layer)
 
     def _grow(self, num_pages: int) -> int:
         """Make every layer's pool at least this large, one after the other."""
         self.address += 1
-        for parts in (self.keys, self.values):
-            for layer in range(self.num_layers):
+        for parts in self._pools:
+            for layer in range(len(parts)):
                 if len(parts[layer]) < num_pages:
-                    grown = parts[layer].new_empty(num_pages, *self.shape)
+                    grown = parts[layer].new_empty(num_pages, *parts[layer].shape[1:])
                     grown[: len(parts[layer])] = parts[layer]
                     parts[layer] = grown
                     if self.device.type == "cuda":

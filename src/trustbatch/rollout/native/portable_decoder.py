@@ -19,6 +19,7 @@ class PortableDecoder:
     uses_cuda_graphs = False
     address = (0, 0)
     prefill_tokens = PREFILL_TOKENS
+    shares_pages = False
 
     def __init__(
         self,

@@ -1,0 +1,583 @@
+"""Triton kernels of decoding on a GPU: a new key and value per row, and attention over its pages.
+
+Pages that several rows share, those of a prompt with several samples, are read once for all of
+them: one kernel attends to them for a tile of rows at a time, and the next one continues for each
+row with the pages of its own.
+
+FP8 keys and values are e4m3 with a scale for each token and head, so that the largest number of a
+head is the largest e4m3 number. They are multiplied as float16, which holds every e4m3 number.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportMissingImports=false
+# (Triton comes with torch on machines with a GPU; it types kernels as plain functions)
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SMALLEST_DOT = 16
+"""rows that a tensor-core product has at least"""
+TILE_QUERIES = 32
+"""queries that a program for shared pages has, of all rows of its tile; more where a row has more"""
+ROWS_PER_TILE_PROGRAM = 8
+"""rows of the batch per program for shared pages: with smaller tiles a program has several"""
+MAX_SPLITS = 16
+FEWEST_PAIRS = 16
+"""pairs of dimensions that a product of pairs needs"""
+E4M3_MAX = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class LayerPages(NamedTuple):
+    """Keys and values [pages, KV heads, PAGE, D] of one layer; FP8 ones are bytes with scales."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    """[pages, KV heads, PAGE] float32"""
+    value_scales: Tensor | None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether keys and values are e4m3."""
+        return self.key_scales is not None
+
+
+class SharedPages(NamedTuple):
+    """Tiles of rows that begin with the same pages; tensors that never move."""
+
+    num_tiles: Tensor
+    """[1]"""
+    tile_rows: Tensor
+    """[tiles, rows per tile], -1 where a tile has fewer"""
+    tile_pages: Tensor
+    """[tiles], how many pages its rows share"""
+    row_pages: Tensor
+    """[rows], the same for each row; 0 for rows of no tile"""
+
+
+@triton.jit
+def _rotated(heads, inside, dims, norm, epsilon, cos, sin, D: tl.constexpr):
+    """Norm and rotate heads [n, D] that `heads` points to; `cos`, `sin` are at their position."""
+    half: tl.constexpr = D // 2
+    partners = (dims + half) % D
+    x = tl.load(heads + dims, mask=inside, other=0.0)
+    partner = tl.load(heads + partners, mask=inside, other=0.0)
+    a, b = x.to(tl.float32), partner.to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(a * a, 1) / D + epsilon)[:, None]
+        a = (a * scale).to(x.dtype).to(tl.float32) * tl.load(norm + dims)
+        b = (b * scale).to(x.dtype).to(tl.float32) * tl.load(norm + partners)
+    b = tl.where(dims < half, -b, b)
+    return (a * tl.load(cos + dims) + b * tl.load(sin + dims)).to(x.dtype)
+
+
+@triton.jit
+def _store_heads(x, pool, scales, slot, inside, D: tl.constexpr):
+    """Store heads [n, D] at `slot` [n, 1], as e4m3 if there are scales."""
+    if scales is not None:
+        wide = x.to(tl.float32)
+        largest = tl.max(tl.abs(wide), 1)[:, None]
+        scale = tl.where(largest > 0, largest / E4M3_MAX, 1.0)
+        tl.store(scales + slot, scale, mask=inside)
+        x = tl.clamp(wide / scale, -E4M3_MAX, E4M3_MAX)
+    dims = tl.arange(0, D)[None, :]
+    tl.store(pool + slot * D + dims, x.to(pool.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv,
+    query,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    cosines,
+    sines,
+    position,
+    table,
+    table_stride,
+    q_norm,
+    k_norm,
+    epsilon,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    PADDED_KV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    here = tl.load(position + row)
+    page = tl.load(table + row * table_stride + here // PAGE).to(tl.int64)
+    dims = tl.arange(0, D)[None, :]
+    head, kv = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED_KV)[:, None]
+    is_head, is_kv = head < NUM_HEADS, kv < NUM_KV
+    source = qkv + row * (NUM_HEADS + 2 * NUM_KV) * D
+    cos, sin = cosines + here * D, sines + here * D
+    q = _rotated(source + head * D, is_head, dims, q_norm, epsilon, cos, sin, D)
+    tl.store(query + (row * NUM_HEADS + head) * D + dims, q, mask=is_head)
+    source += NUM_HEADS * D
+    slot = (page * NUM_KV + kv) * PAGE + here % PAGE
+    k = _rotated(source + kv * D, is_kv, dims, k_norm, epsilon, cos, sin, D)
+    _store_heads(k, keys, key_scales, slot, is_kv, D)
+    v = tl.load(source + (NUM_KV + kv) * D + dims, mask=is_kv, other=0.0)
+    _store_heads(v, values, value_scales, slot, is_kv, D)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    pages: LayerPages,
+    *,
+    rotary: tuple[Tensor, Tensor],
+    position: Tensor,
+    table: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+    num_heads: int,
+) -> Tensor:
+    """Store one new key and value per row in its page; return the rotated queries [n, H, D].
+
+    `norms` are the weights of the norms that some models have on queries and keys.
+    """
+    _, num_kv, page, head_dim = pages.keys.shape
+    keys, values = pages.keys, pages.values
+    if pages.is_fp8:
+        keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
+    query = qkv.new_empty(len(qkv), num_heads, head_dim)
+    q_norm, k_norm = norms if norms is not None else (None, None)
+    _rotate_and_store[(len(qkv),)](
+        qkv,
+        query,
+        keys,
+        values,
+        pages.key_scales,
+        pages.value_scales,
+        *rotary,
+        position,
+        table,
+        table.stride(0),
+        q_norm,
+        k_norm,
+        epsilon,
+        NUM_HEADS=num_heads,
+        NUM_KV=num_kv,
+        PADDED_HEADS=triton.next_power_of_2(num_heads),
+        PADDED_KV=triton.next_power_of_2(num_kv),
+        D=head_dim,
+        PAGE=page,
+        num_warps=4,
+    )
+    return query
+
+
+@triton.jit
+def _load_dims(heads, inside, D: tl.constexpr, PAIRS: tl.constexpr):
+    """Load heads [n, D] that `heads` [n, 1] points to; in pairs, even and odd dimensions."""
+    if PAIRS:
+        pairs = 2 * tl.arange(0, D // 2)[None, :]
+        even = tl.load(heads + pairs, mask=inside, other=0.0)
+        return even, tl.load(heads + pairs + 1, mask=inside, other=0.0)
+    else:
+        return tl.load(heads + tl.arange(0, D)[None, :], mask=inside, other=0.0), 0.0
+
+
+@triton.jit
+def _store_dims(heads, x, odd, inside, D: tl.constexpr, PAIRS: tl.constexpr):
+    """Store what `_load_dims` would load."""
+    if PAIRS:
+        pairs = 2 * tl.arange(0, D // 2)[None, :]
+        tl.store(heads + pairs, x.to(heads.dtype.element_ty), mask=inside)
+        tl.store(heads + pairs + 1, odd.to(heads.dtype.element_ty), mask=inside)
+    else:
+        dims = tl.arange(0, D)[None, :]
+        tl.store(heads + dims, x.to(heads.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _no_sums(PADDED: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr):
+    """Return weighted sums of no values [PADDED, D]; in pairs, of even and odd dimensions."""
+    if PAIRS:
+        empty = tl.zeros([PADDED, D // 2], tl.float32)
+        return empty, empty
+    else:
+        return tl.zeros([PADDED, D], tl.float32), 0.0
+
+
+@triton.jit
+def _unpacked(pairs):
+    """Return the low and the high bytes of int16 numbers, which are e4m3, as float16."""
+    if INTERPRETED:
+        low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        high = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return low.to(tl.float16), high.to(tl.float16)
+    else:
+        # two pairs at a time: sort the bytes, then convert two bytes in one instruction
+        return tl.inline_asm_elementwise(
+            asm="""
+            {
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }
+            """,
+            constraints="=r,=r,r",
+            args=[pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def _attend_to_pages(
+    q,
+    q_odd,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    pages,
+    begin,
+    end,
+    length,
+    head,
+    largest,
+    total,
+    sums,
+    odd_sums,
+    scale,
+    NUM_KV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Continue a softmax over scores: its maximum, its sum, and the weighted sums of values.
+
+    With PAIRS, two e4m3 numbers are one int16: tensor cores take the tokens of a page as they lie
+    in memory if a number has two bytes, and else every byte is moved by itself.
+    """
+    WIDTH: tl.constexpr = D // 2 if PAIRS else D
+    dims, slots = tl.arange(0, WIDTH), tl.arange(0, PAGE)
+    for number in range(begin, end):
+        page = tl.load(pages + number).to(tl.int64)
+        slot = (page * NUM_KV + head) * PAGE
+        start = slot * WIDTH
+        inside = number * PAGE + slots < length
+        # slots beyond the length hold anything, even NaN: no product may touch them
+        k = tl.load(keys + start + slots[None, :] * WIDTH + dims[:, None], mask=inside[None, :],
+                    other=0)  # fmt: skip
+        v = tl.load(values + start + slots[:, None] * WIDTH + dims, mask=inside[:, None], other=0)
+        if PAIRS:
+            k_even, k_odd = _unpacked(k)
+            scores = tl.dot(q_odd, k_odd, acc=tl.dot(q, k_even)) * scale
+        else:
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if key_scales is not None:
+            scores *= tl.load(key_scales + slot + slots, mask=inside, other=0.0)[None, :]
+        scores = tl.where(inside[None, :], scores, -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        shrink = tl.exp(largest - new_largest)
+        weights = tl.exp(scores - new_largest[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        if value_scales is not None:
+            # times the largest value rather than the scale: float16 has no smaller numbers
+            factors = tl.load(value_scales + slot + slots, mask=inside, other=0.0) * E4M3_MAX
+            weights *= factors[None, :]
+        weights = weights.to(q.dtype)
+        sums *= shrink[:, None]
+        if PAIRS:
+            v_even, v_odd = _unpacked(v)
+            odd_sums *= shrink[:, None]
+            sums = tl.dot(weights, v_even, acc=sums)
+            odd_sums = tl.dot(weights, v_odd, acc=odd_sums)
+        else:
+            sums += tl.dot(weights, v.to(q.dtype), input_precision="ieee")
+        largest = new_largest
+    return largest, total, sums, odd_sums
+
+
+@triton.jit
+def _attend_shared(
+    query,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    table,
+    table_stride,
+    num_tiles,
+    tile_rows,
+    tile_pages,
+    parts,
+    part_max,
+    part_total,
+    scale,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    head, split = tl.program_id(1), tl.program_id(2)
+    lanes = tl.arange(0, PADDED)
+    for tile in range(tl.program_id(0), tl.load(num_tiles), tl.num_programs(0)):
+        num_pages = tl.load(tile_pages + tile)
+        pages_each = (num_pages + SPLITS - 1) // SPLITS
+        begin = split * pages_each
+        end = tl.minimum(begin + pages_each, num_pages)
+        if begin < end:
+            members = tile_rows + tile * ROWS
+            row = tl.load(members + lanes // GROUP, mask=lanes < ROWS * GROUP, other=-1)
+            is_query = row >= 0
+            row_head = row.to(tl.int64) * NUM_HEADS + head * GROUP + lanes % GROUP
+            inside = is_query[:, None]
+            q, q_odd = _load_dims(query + row_head[:, None] * D, inside, D, PAIRS)
+            if key_scales is not None:
+                q = q.to(tl.float16)
+            if PAIRS:
+                q_odd = q_odd.to(tl.float16)
+            sums, odd_sums = _no_sums(PADDED, D, PAIRS)
+            largest, total, sums, odd_sums = _attend_to_pages(
+                q,
+                q_odd,
+                keys,
+                values,
+                key_scales,
+                value_scales,
+                table + tl.load(members).to(tl.int64) * table_stride,
+                begin,
+                end,
+                end * PAGE,
+                head,
+                tl.full([PADDED], -float("inf"), tl.float32),
+                tl.zeros([PADDED], tl.float32),
+                sums,
+                odd_sums,
+                scale,
+                NUM_KV,
+                D,
+                PAGE,
+                PAIRS,
+            )
+            part = row_head * SPLITS + split
+            _store_dims(parts + part[:, None] * D, sums, odd_sums, inside, D, PAIRS)
+            tl.store(part_max + part, largest, mask=is_query)
+            tl.store(part_total + part, total, mask=is_query)
+
+
+@triton.jit
+def _attend(
+    query,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    table,
+    table_stride,
+    position,
+    row_pages,
+    shared,
+    shared_max,
+    shared_total,
+    out,
+    part_max,
+    part_total,
+    scale,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHARED_SPLITS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head, split = tl.program_id(1), tl.program_id(2)
+    length = tl.load(position + row) + 1
+    num_pages = (length + PAGE - 1) // PAGE
+    group = tl.arange(0, PADDED)
+    is_head = group < GROUP
+    inside = is_head[:, None]
+    row_head = row * NUM_HEADS + head * GROUP + group
+    q, q_odd = _load_dims(query + row_head[:, None] * D, inside, D, PAIRS)
+    if key_scales is not None:
+        q = q.to(tl.float16)
+    if PAIRS:
+        q_odd = q_odd.to(tl.float16)
+    largest = tl.full([PADDED], -float("inf"), tl.float32)
+    total = tl.zeros([PADDED], tl.float32)
+    sums, odd_sums = _no_sums(PADDED, D, PAIRS)
+    num_shared = 0
+    if SHARED_SPLITS > 0:
+        num_shared = tl.load(row_pages + row)
+        shared_each = tl.maximum((num_shared + SHARED_SPLITS - 1) // SHARED_SPLITS, 1)
+        num_parts = (num_shared + shared_each - 1) // shared_each
+        for number in range(0, tl.where(split == 0, num_parts, 0)):
+            part = row_head * SHARED_SPLITS + number
+            found = tl.load(shared_max + part, mask=is_head, other=0.0)
+            new_largest = tl.maximum(largest, found)
+            shrink, factor = tl.exp(largest - new_largest), tl.exp(found - new_largest)
+            found_total = tl.load(shared_total + part, mask=is_head, other=0.0)
+            found_sums, found_odd = _load_dims(shared + part[:, None] * D, inside, D, PAIRS)
+            total = total * shrink + found_total * factor
+            sums = sums * shrink[:, None] + found_sums * factor[:, None]
+            if PAIRS:
+                odd_sums = odd_sums * shrink[:, None] + found_odd * factor[:, None]
+            largest = new_largest
+    pages_each = (num_pages - num_shared + SPLITS - 1) // SPLITS
+    begin = num_shared + split * pages_each
+    largest, total, sums, odd_sums = _attend_to_pages(
+        q,
+        q_odd,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        table + row * table_stride,
+        begin,
+        tl.minimum(begin + pages_each, num_pages),
+        length,
+        head,
+        largest,
+        total,
+        sums,
+        odd_sums,
+        scale,
+        NUM_KV,
+        D,
+        PAGE,
+        PAIRS,
+    )
+    factor = tl.full([PADDED, 1], 1.0, tl.float32)
+    if value_scales is not None:
+        factor /= E4M3_MAX
+    if SPLITS == 1:
+        factor /= total[:, None]
+        part = row_head
+    else:
+        part = row_head * SPLITS + split
+        tl.store(part_max + part, largest, mask=is_head)
+        tl.store(part_total + part, total, mask=is_head)
+    _store_dims(out + part[:, None] * D, sums * factor, odd_sums * factor, inside, D, PAIRS)
+
+
+@triton.jit
+def _combine(parts, part_max, part_total, out, SPLITS: tl.constexpr, D: tl.constexpr):
+    row_head = tl.program_id(0).to(tl.int64)
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, D)
+    maxima = tl.load(part_max + row_head * SPLITS + splits)
+    # a part without a page has maximum -inf and counts nothing
+    shrink = tl.exp(maxima - tl.max(maxima))
+    total = tl.sum(shrink * tl.load(part_total + row_head * SPLITS + splits))
+    weighted = tl.load(parts + (row_head * SPLITS + splits[:, None]) * D + dims)
+    result = tl.sum(weighted * shrink[:, None], 0) / total
+    tl.store(out + row_head * D + dims, result.to(out.dtype.element_ty))
+
+
+def attend(
+    query: Tensor,
+    pages: LayerPages,
+    *,
+    table: Tensor,
+    position: Tensor,
+    num_processors: int,
+    shared: SharedPages | None = None,
+) -> Tensor:
+    """Return attention [n, H, D] of one query per row over its pages, up to its own position.
+
+    `shared` names the leading pages that several rows have in common. A row's pages are split among
+    programs if there are too few rows for `num_processors`.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv, page = pages.keys.shape[1:3]
+    group = num_heads // num_kv
+    in_pairs = pages.is_fp8 and head_dim >= 2 * FEWEST_PAIRS
+    keys, values = pages.keys, pages.values
+    if pages.is_fp8:
+        byte_pairs = torch.int16 if in_pairs else torch.float8_e4m3fn
+        keys, values = keys.view(byte_pairs), values.view(byte_pairs)
+    sources = (query, keys, values, pages.key_scales, pages.value_scales, table, table.stride(0))
+    sizes = {"NUM_HEADS": num_heads, "NUM_KV": num_kv, "GROUP": group, "D": head_dim, "PAGE": page}
+    sizes["PAIRS"] = in_pairs
+    scale = head_dim**-0.5
+    parts = (None, None, None)
+    shared_splits = 0
+    if shared is not None:
+        num_programs = triton.cdiv(num_rows, ROWS_PER_TILE_PROGRAM)
+        shared_splits = splits_for(num_programs, num_kv, num_processors)
+        parts = _parts_of(query, shared_splits)
+        rows = shared.tile_rows.shape[1]
+        _attend_shared[(num_programs, num_kv, shared_splits)](
+            *sources,
+            *shared[:3],
+            *parts,
+            scale,
+            ROWS=rows,
+            PADDED=_padded(rows * group),
+            SPLITS=shared_splits,
+            **sizes,
+            num_warps=4,
+            num_stages=3,
+        )
+    splits = splits_for(num_rows, num_kv, num_processors)
+    out = torch.empty_like(query)
+    target, *statistics = (out, None, None) if splits == 1 else _parts_of(query, splits)
+    _attend[(num_rows, num_kv, splits)](
+        *sources,
+        position,
+        None if shared is None else shared.row_pages,
+        *parts,
+        target,
+        *statistics,
+        scale,
+        PADDED=_padded(group),
+        SPLITS=splits,
+        SHARED_SPLITS=shared_splits,
+        **sizes,
+        num_warps=2,
+        num_stages=3,
+    )
+    if splits > 1:
+        _combine[(num_rows * num_heads,)](
+            target, *statistics, out, SPLITS=splits, D=head_dim, num_warps=1
+        )
+    return out
+
+
+def _parts_of(query: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the sums [n, H, splits, D] that splits find, their maxima and totals."""
+    shape = (*query.shape[:2], splits)
+    sums = torch.empty(*shape, query.shape[2], dtype=torch.float32, device=query.device)
+    return sums, sums.new_empty(shape), sums.new_empty(shape)
+
+
+def _padded(num_queries: int) -> int:
+    return max(SMALLEST_DOT, triton.next_power_of_2(num_queries))
+
+
+def rows_per_tile(group: int) -> int:
+    """Return how many rows with `group` queries for each key head a tile has."""
+    return max(TILE_QUERIES // group, 1)
+
+
+def splits_for(num_rows: int, num_kv: int, num_processors: int) -> int:
+    """Return the number of programs per row, for about two per multiprocessor."""
+    splits = 1
+    while splits < MAX_SPLITS and num_rows * num_kv * splits < 2 * num_processors:
+        splits *= 2
+    return splits
