@@ -1,6 +1,7 @@
 """Layers that are recomputed or compiled compute the same; AdamW in 8 bits learns the same."""
 
 import copy
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,8 @@ from torch._inductor import cpp_builder
 from trustbatch.errors import ConfigError
 from trustbatch.models.packing.layout import PackedLayout, Segment
 from trustbatch.models.policy import Policy
-from trustbatch.training.layers import compile_layers, recompute_layers
+from trustbatch.training import layers
+from trustbatch.training.layers import compile_layers, keep_compiled_kernels, recompute_layers
 from trustbatch.types import TrainSequence
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -158,6 +160,36 @@ def test_compiled_training_is_the_same_but_for_rounding(
     assert found["gradient/norm"] == pytest.approx(expected["gradient/norm"], rel=1e-4)
     # the engine's own forward pass is none of it
     assert sample_sequences(compiled)
+
+
+def test_compiled_kernels_are_kept_in_a_folder_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(variable, "mine")
+    keep_compiled_kernels()
+    assert os.environ[variable] == "mine"
+    monkeypatch.delenv(variable)
+    keep_compiled_kernels()
+    folder = tmp_path / "trustbatch" / "compiled"
+    assert os.environ[variable] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv(variable)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_compiled_kernels()
+    assert variable not in os.environ
+
+
+@needs_compiler
+def test_the_trainer_keeps_compiled_kernels(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(layers, "keep_compiled_kernels", lambda: calls.append(1))
+    make_trainer(policy, compile=True)
+    assert calls == [1]
 
 
 def test_a_missing_compiler_is_a_sentence(policy: Policy) -> None:

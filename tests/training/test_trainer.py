@@ -15,7 +15,8 @@ from trustbatch.batching import sequences as sequences_module
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.errors import DivergedError
 from trustbatch.models.policy import Policy
-from trustbatch.objectives import OBJECTIVES, build_objective
+from trustbatch.objectives import OBJECTIVES, Totals, build_objective
+from trustbatch.objectives.estimators import RatioMoments
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.training import trainer as trainer_module
 from trustbatch.training.config import TrainingConfig
@@ -199,7 +200,8 @@ def test_ranks_sum_to_the_undivided_gradient(
         policy.model.zero_grad()
         observer = trainer._observer(sequences, None, None)
         prepared = [trainer._prepare(batch, 1, observer) for batch in batches]
-        trainer._accumulate(prepared, observer, from_policy=True)
+        totals = trainer._totals(prepared, {}, from_policy=True)
+        trainer._accumulate(prepared, observer, {}, totals)
         grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
         found.append(torch.cat(grads))
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6
@@ -254,6 +256,66 @@ def test_no_forward_pass_is_spent_where_it_is_not_needed(
     num_batches = len(set(seen))
     num_served_twice = 1 if expected > 1 and num_batches > 1 else 0
     assert len(seen) == expected * num_batches - num_served_twice
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_estimated", "num_twice"),
+    [
+        ([True, True], True, "none"),  # the first micro-batch stands for all of them
+        ([False], False, "all but one"),  # its halves differ: a pre-pass, and it is held
+        ([True, False], False, "all"),  # it turns out too far off: all are computed again
+    ],
+)
+def test_totals_are_estimated_where_that_is_near_enough(
+    policy: Policy,
+    sequences: list[TrainSequence],
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[bool],
+    is_estimated: bool,
+    num_twice: str,
+) -> None:
+    policy.precision = "bfloat16"
+    calls = []
+    original = trainer_module.token_logprobs
+    monkeypatch.setattr(
+        trainer_module, "token_logprobs", lambda *a, **k: calls.append(1) or original(*a, **k)
+    )
+    results = []
+    for estimates in (False, True):
+        trainer = make_trainer(
+            copy.deepcopy(policy), "p3o", micro_batch_tokens=60, gradient_clip=1e9
+        )
+        monkeypatch.setattr(type(trainer.objective), "estimates_totals", estimates)
+        left = [*answers]
+        monkeypatch.setattr(trainer, "_are_near", lambda *_, left=left: left.pop(0))
+        gradients = watch_gradients(trainer)
+        calls.clear()
+        metrics = trainer.train(sequences)
+        results.append((flat(gradients), metrics, len(calls)))
+    (exact, exact_metrics, num_exact), (found, metrics, num_found) = results
+    num_batches = (num_exact + 1) // 2  # the first is held
+    assert num_batches > 2
+    again = {"none": 0, "all but one": num_batches - 1, "all": num_batches}[num_twice]
+    assert num_found == num_batches + again
+    assert metrics["one_minus_ess"] == exact_metrics["one_minus_ess"] > 1e-3
+    assert (metrics["weight/cap"] != exact_metrics["weight/cap"]) == is_estimated
+    assert torch.equal(found, exact) == (not is_estimated)
+
+
+def test_an_estimate_is_near_by_the_precision_of_products(
+    policy: Policy, sequences: list[TrainSequence]
+) -> None:
+    trainer = make_trainer(policy, "p3o")
+    one, other = torch.tensor([0.0, 0.2]), torch.tensor([0.0, 0.21])
+    # r = 1 and e^0.2 = 1.2214: e = 2.2214^2 / (2 x 2.4918) = 0.99016; e^0.21: 0.98917
+    totals = [
+        Totals(torch.tensor(2.0), torch.tensor(1.0), {"behavior": RatioMoments.of(ratio)})
+        for ratio in (one, other)
+    ]
+    assert trainer.objective.totals_distance(*totals) == pytest.approx(0.00099, abs=1e-5)
+    policy.precision = "bfloat16"
+    assert not trainer._are_near(*totals)  # 2^-7 / 64 = 0.00012
+    assert trainer._are_near(totals[0], totals[0])
 
 
 def test_proximal_policy_is_the_one_at_the_start_of_the_pass(

@@ -98,6 +98,8 @@ class Objective(ABC):
     """whether TokenBatch.proximal_logp must be given"""
     clips_behavior_ratio: ClassVar[ClipKind | None] = None
     """how it zeroes the gradient of tokens whose ratio is already far from 1, if it clips"""
+    estimates_totals: ClassVar[bool] = False
+    """whether the totals of a part of a step may stand for all of it, if they are near enough"""
     sees_support: ClassVar[bool] = False
     """whether it pulls back mass that leaves the support of truncated (top-p, top-k) rollouts"""
 
@@ -109,6 +111,13 @@ class Objective(ABC):
     def totals_need_policy(self) -> bool:
         """Whether the totals depend on the policy's log-probs, and so may need a pre-pass."""
         return False
+
+    def totals_distance(self, one: Totals, other: Totals) -> float:
+        """Return how far two totals can move a token's weight, as a fraction of its largest terms.
+
+        Only of objectives with `estimates_totals`.
+        """
+        raise NotImplementedError
 
     @property
     def needs_top_logp(self) -> bool:

@@ -1,6 +1,7 @@
 """P3O: the effective sample size caps the score-function weight and sets the weight of the KL."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ class P3O(Objective):
     anchor: str = "model"
     ess_scope: str = "step"
 
+    estimates_totals: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("kl", self.kl, KL_CHOICES)
@@ -49,6 +52,11 @@ class P3O(Objective):
     def totals_need_policy(self) -> bool:
         """An ESS over the whole step must be known before the first backward pass."""
         return self.ess_scope == "step"
+
+    def totals_distance(self, one: Totals, other: Totals) -> float:
+        """Cap and KL weight change by as much as e does."""
+        first, second = (effective_sample_size(each.moments["behavior"]) for each in (one, other))
+        return abs(float(first) - float(second))
 
     @property
     def needs_top_logp(self) -> bool:

@@ -6,8 +6,10 @@ before the backward pass in which it is recomputed.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
     """
     if backend == "inductor":
         refuse_missing_compiler("training.compile", "false", next(model.parameters()).device)
+        keep_compiled_kernels()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
     for layer in _decoder_layers(model, "compile"):
         compiled = _compiled(type(layer).forward, backend)
@@ -78,6 +81,24 @@ def _decoder_layers(model: nn.Module, key: str) -> list[nn.Module]:
             "not declare them (_no_split_modules): set it to false."
         )
     return layers
+
+
+def keep_compiled_kernels() -> None:
+    """Keep compiled kernels between runs, in a folder that only the user can write to.
+
+    torch's own default is a temporary folder, which is often empty after a restart.
+    """
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(caches) / "trustbatch" / "compiled"
+    if variable in os.environ or not folder.is_absolute():
+        return
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # no home, or one that can't be written to: torch's default then
+        return
+    if os.access(folder, os.W_OK):
+        os.environ[variable] = str(folder)
 
 
 def refuse_missing_compiler(setting: str, instead: str, device: torch.device) -> None:

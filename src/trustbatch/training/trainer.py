@@ -36,6 +36,8 @@ from trustbatch.utils.distributed import (
 
 MAX_CONSECUTIVE_SKIPS = 5
 """optimizer steps without a usable gradient after which training stops"""
+NEAR_FRACTION = 1 / 64
+"""of the spacing of numbers near 1: by this much may totals that were estimated be off"""
 
 
 class Trainer:
@@ -194,45 +196,99 @@ class Trainer:
     ) -> tuple[Totals, list[ObjectiveOutput]]:
         """Accumulate the gradient of one optimizer step."""
         from_policy = self.objective.totals_need_policy
-        totals, outputs = self._accumulate(batches, observer, from_policy=from_policy)
+        held: dict[int, TokenBatch] = {}
+        totals = None
+        if from_policy or len(batches) == 1:
+            budget = ActivationBudget(self.policy)
+            self._hold(batches[:1], held, budget)
+            totals = self._estimated_totals(batches, held[0]) if len(batches) > 1 else None
+            if totals is None:
+                self._hold(batches, held, budget)
+        is_estimate = totals is not None
+        if totals is None:
+            totals = self._totals(batches, held, from_policy=from_policy)
+        seen: list[Totals] | None = [] if is_estimate else None
+        outputs = self._accumulate(batches, observer, held, totals, seen)
+        found = None if seen is None else self._of_all_ranks(seen)
         counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
-        if counted != int(totals.num_tokens):
-            # the policy itself gave a non-finite log-prob, which the data alone does not show
+        # if not, the policy itself gave a non-finite log-prob, which the data alone does not show
+        fits = counted == int(totals.num_tokens)
+        if not fits or (found is not None and not self._are_near(totals, found)):
             self.optimizer.zero_grad(set_to_none=True)
-            totals, outputs = self._accumulate(batches, observer, from_policy=True)
+            totals = found or self._totals(batches, {}, from_policy=True)
+            outputs = self._accumulate(batches, observer, {}, totals)
         return totals, outputs
 
     def _accumulate(
-        self, batches: Sequence[MicroBatch], observer: StepObserver, *, from_policy: bool
-    ) -> tuple[Totals, list[ObjectiveOutput]]:
-        """Add up the gradient of all micro-batches, each weighted by the totals of the step."""
-        held = self._hold(batches) if from_policy or len(batches) == 1 else {}
-        totals = self._totals(batches, held, from_policy=from_policy)
+        self,
+        batches: Sequence[MicroBatch],
+        observer: StepObserver,
+        held: dict[int, TokenBatch],
+        totals: Totals,
+        seen: list[Totals] | None = None,
+    ) -> list[ObjectiveOutput]:
+        """Add up the gradient of all micro-batches, each weighted by the totals of the step.
+
+        Uses up the held passes, and adds the totals of each micro-batch to `seen`.
+        """
         outputs = []
         for number, batch in enumerate(batches):
             tokens = held.pop(number, None)
             if tokens is None:
                 tokens = self._forward(batch)
+            if seen is not None:
+                seen.append(self.objective.totals(tokens))
             output = self.objective(tokens, totals)
             output.loss.backward()
             output.metrics.update(observer.measure(tokens, batch, totals))
             outputs.append(output)
             del tokens  # frees its graph before the next forward pass
-        return totals, outputs
+        return outputs
 
-    def _hold(self, batches: Sequence[MicroBatch]) -> dict[int, TokenBatch]:
+    def _hold(
+        self, batches: Sequence[MicroBatch], held: dict[int, TokenBatch], budget: ActivationBudget
+    ) -> None:
         """Run the first forward passes with gradient, as many as fit into memory together.
 
         Their results serve both for the totals of the step and for its gradient.
         """
-        budget = ActivationBudget(self.policy)
-        held: dict[int, TokenBatch] = {}
         for number, batch in enumerate(batches):
-            if number and not budget.has_room():
+            if number in held:
+                continue
+            if held and not budget.has_room():
                 break
             with budget.measured():
                 held[number] = self._forward(batch)
-        return held
+
+    def _estimated_totals(self, batches: Sequence[MicroBatch], sample: TokenBatch) -> Totals | None:
+        """Return totals from the first micro-batch alone, if they seem near enough to the step's.
+
+        Two halves of it must agree as well as the whole has to with the step. Counts are exact.
+        """
+        if not self.objective.estimates_totals or self.policy.product_dtype is None:
+            return None
+        halves = [
+            self._of_all_ranks([self.objective.totals(sample.select(sample.sequence % 2 == half))])
+            for half in (0, 1)
+        ]
+        if not self._are_near(*halves):
+            return None
+        counts = self._totals(batches, {}, from_policy=False)
+        return replace(
+            halves[0] + halves[1],
+            num_tokens=counts.num_tokens,
+            num_sequences=counts.num_sequences,
+        )
+
+    def _are_near(self, one: Totals, other: Totals) -> bool:
+        """Whether weights from two totals differ by less than products are rounded."""
+        assert self.policy.product_dtype is not None
+        tolerance = torch.finfo(self.policy.product_dtype).eps * NEAR_FRACTION
+        return self.objective.totals_distance(one, other) <= tolerance
+
+    def _of_all_ranks(self, totals: Sequence[Totals]) -> Totals:
+        of_ranks: list[Totals] = all_gather(functools.reduce(operator.add, totals))
+        return functools.reduce(operator.add, of_ranks).to(self.policy.device)
 
     def _totals(
         self, batches: Sequence[MicroBatch], held: Mapping[int, TokenBatch], *, from_policy: bool
@@ -250,8 +306,7 @@ class Trainer:
                         ).logp
                 tokens = self._token_batch(batch, logp)
             totals.append(self.objective.totals(tokens))
-        of_ranks: list[Totals] = all_gather(functools.reduce(operator.add, totals))
-        return functools.reduce(operator.add, of_ranks).to(self.policy.device)
+        return self._of_all_ranks(totals)
 
     def _forward(self, batch: MicroBatch) -> TokenBatch:
         """Run the policy with gradient; returns the input of the objective."""
