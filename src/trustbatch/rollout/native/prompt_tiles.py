@@ -15,9 +15,7 @@ LEAST_SAVED = 32 * 2**20
 class PromptTiles:
     """Tiles of up to `rows_per_tile` adjacent rows of one prompt, in one tensor that never moves."""
 
-    def __init__(
-        self, heads: Heads, *, page_bytes: int, max_rows: int, device: torch.device
-    ) -> None:
+    def __init__(self, heads: Heads, *, page_bytes: int, max_rows: int, device: torch.device) -> None:
         self.page_bytes = page_bytes
         self.size = rows_per_tile(heads.num_query // heads.num_kv)
         self.least_saved = LEAST_SAVED
