@@ -8,7 +8,7 @@ from trustbatch.plan.advice import advise
 from trustbatch.plan.demand import amounts, seen_by_ray
 from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.hardware import Hardware, find_hardware
-from trustbatch.plan.memory import MemoryPlan, Phase, Setting, size
+from trustbatch.plan.memory import CACHE, MemoryPlan, Phase, Setting, size
 from trustbatch.rollout.config import SecondPolicyConfig
 from trustbatch.tasks import FilteredTask, Task
 
@@ -98,8 +98,8 @@ def _waiting(plan: MemoryPlan, *, halves: bool) -> list[str]:
     generate = plan.phase("generate")
     if generate.total <= plan.capacity:
         return []
-    elastic = sum(part.num_bytes for part in generate.parts if part.least is not None)
-    available = plan.capacity - (generate.total - elastic)
+    elastic = next(part for part in generate.parts if part.name == CACHE).num_bytes
+    available = plan.capacity - generate.needed_beside(CACHE)
     sentence = (
         f"{MARGIN}keys and values get {size(available)} of {size(elastic)}: some sequences wait "
         "for others to finish, which takes longer but gives the same results"

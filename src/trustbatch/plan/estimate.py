@@ -19,12 +19,16 @@ from trustbatch.plan.demand import (
     seen_by_ray,
 )
 from trustbatch.plan.hardware import Hardware, find_hardware
-from trustbatch.plan.memory import BFLOAT16, FLOAT32, Lora, MemoryPlan, Part, Phase, Setting
+from trustbatch.plan.memory import BFLOAT16, CACHE, FLOAT32, Lora, MemoryPlan, Part, Phase, Setting
 from trustbatch.plan.outline import Activations, ModelOutline, measure_activations
 from trustbatch.plan.token_counts import PromptLength, cached_tokens, longest_prompt
 from trustbatch.plan.weights import Weights
 from trustbatch.rollout.engine import EngineInfo
-from trustbatch.rollout.native.workspace import PREFILL_TOKENS
+from trustbatch.rollout.native.workspace import (
+    MIN_PREFILL_TOKENS,
+    PREFILL_TOKENS,
+    bytes_per_prompt_token,
+)
 from trustbatch.rollout.registry import engine_info
 from trustbatch.tasks import Task
 from trustbatch.training.host_memory import MAX_WRITING
@@ -273,18 +277,23 @@ class Estimator:
         least = min(num_rows, LEAST_ROWS) * self.longest_sequence * in_cache * growing
         truncates = rollout.top_k > 0 or rollout.top_p < 1.0
         copies = TRUNCATED_LOGIT_COPIES if truncates else 2
-        prompt_pass = min(PREFILL_TOKENS, num_prompts * self.prompt.num_tokens)
+        prompts = min(PREFILL_TOKENS, num_prompts * self.prompt.num_tokens)
+        per_token = self.activations(setting).layer
+        if self.has_pages:
+            per_token = bytes_per_prompt_token(outline.config)
         return [
-            Part("keys and values", cache, least=min(least, cache)),
+            Part(CACHE, cache, least=min(least, cache)),
             Part("logits", copies * FLOAT32 * num_rows * outline.vocabulary),
-            Part("prompts", prompt_pass * self.activations(setting).layer),
+            Part(
+                "prompts", prompts * per_token, least=min(prompts, MIN_PREFILL_TOKENS) * per_token
+            ),
             # the layers with the same input are one product: gate and up are the largest
             Part("one layer, dequantized", 2 * self.weights(setting).dequantized),
         ]
 
     @property
     def has_pages(self) -> bool:
-        """Whether the engine keeps keys and values in pages, whose precision can be set."""
+        """Whether the native engine's own decoder samples, whose cache can have FP8 numbers."""
         return self._engine.shares_parameters and self.outline.is_decoded_fast
 
     def _rows_per_call(self, setting: Setting) -> int:

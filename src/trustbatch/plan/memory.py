@@ -67,7 +67,7 @@ class Setting:
             optimizer_offload=training.optimizer_offload,
             activation_offload=training.activation_offload,
             quantization=config.model.quantization,
-            fp8_cache=getattr(config.rollout, "kv_precision", "auto") == "fp8",
+            fp8_cache=config.rollout.kv_precision == "fp8",
             lora=None if lora is None else Lora.of(lora),
             engine_sleeps=info.sleeps(info.table(config.rollout)),
             direct_transfer=cluster is not None
@@ -82,6 +82,10 @@ class Setting:
 
 FLOAT32, BFLOAT16 = 4, 2
 """bytes per number"""
+
+
+CACHE = "keys and values"
+"""the part of which sequences wait for one another"""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,15 @@ class Phase:
     @property
     def needed(self) -> float:
         """Bytes without which the phase can't run."""
-        return sum(part.num_bytes if part.least is None else part.least for part in self.parts)
+        return self.needed_beside("")
+
+    def needed_beside(self, name: str) -> float:
+        """Bytes without which the phase can't run, those of one part left aside."""
+        return sum(
+            part.num_bytes if part.least is None else part.least
+            for part in self.parts
+            if part.name != name
+        )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Memory that decoding needs beside weights and cache: for prompts, and for logits of all rows."""
 
+from typing import Any
+
 import torch
 
 from trustbatch.rollout.native.architecture import Architecture
@@ -15,15 +17,20 @@ LOGIT_COPIES = 4
 """in float32, while tokens are sampled from them"""
 
 
+def bytes_per_prompt_token(config: Any) -> int:
+    """Return what a pass over prompts needs for each token, by the model's Hugging Face config."""
+    # the residual stream twice, its norm, what is added to it; gate and up, and their product
+    in_stream = (2 * FLOAT32 + 2 * ROUNDED) * config.hidden_size
+    return in_stream + 3 * ROUNDED * config.intermediate_size
+
+
 class Workspace:
     """What the cache must leave free, so that prompts and steps have room."""
 
     def __init__(self, architecture: Architecture, device: torch.device) -> None:
         config = architecture.model.config
         self.device = device
-        # the residual stream twice, its norm, what is added to it; gate and up, and their product
-        self.per_token = (2 * FLOAT32 + 2 * ROUNDED) * config.hidden_size
-        self.per_token += 3 * ROUNDED * config.intermediate_size
+        self.per_token = bytes_per_prompt_token(config)
         self.per_row = LOGIT_COPIES * FLOAT32 * config.vocab_size
         self.prefill_tokens = PREFILL_TOKENS
 
