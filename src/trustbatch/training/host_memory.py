@@ -43,11 +43,12 @@ class HostAdamW(torch.optim.AdamW):
             state |= {name: _host_tensor(parameter).zero_() for name in MOMENTS}
         flat = (parameter, parameter.grad.contiguous(), *(state[name] for name in MOMENTS))
         for weights, gradient, *stored in zip(*(_parts(each) for each in flat), strict=True):
-            moments = [each.to(parameter.device, non_blocking=True) for each in stored]
+            first, second = (each.to(parameter.device, non_blocking=True) for each in stored)
             adamw(
                 [weights],
                 [gradient],
-                *([each] for each in moments),
+                [first],
+                [second],
                 [],
                 [state["step"].clone()],
                 fused=True,
@@ -59,7 +60,7 @@ class HostAdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
-            for host, moment in zip(stored, moments, strict=True):
+            for host, moment in zip(stored, (first, second), strict=True):
                 host.copy_(moment, non_blocking=True)
         state["step"] += 1
 

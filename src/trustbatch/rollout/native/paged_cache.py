@@ -258,7 +258,7 @@ class PagedCache:
         if least > most:
             raise CacheFullError
         try:
-            new = self._grow(max(least, min(wanted, most)))
+            new = self._grow(max(least, int(min(wanted, most))))
         except torch.OutOfMemoryError:
             try:
                 new = self._grow(least)
