@@ -18,7 +18,7 @@ import trustbatch
 from trustbatch.errors import CheckpointError, ConfigError
 from trustbatch.models.config import LoraConfig
 from trustbatch.models.policy import ADAPTER_FOLDER, Policy
-from trustbatch.models.quantization.formats import NF4_LEVELS
+from trustbatch.models.quantization.formats import NF4_LEVELS, unpack_halves
 from trustbatch.models.quantization.layer import quantized_layers
 from trustbatch.rollout.native.engine import NativeEngine
 
@@ -167,7 +167,8 @@ def test_own_nf4_is_what_bitsandbytes_makes(tiny_folder: Path) -> None:
     weight = load_file(tiny_folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
     own = loaded(tiny_folder, quantization="nf4").model.model.layers[0].mlp.up_proj
-    assert torch.equal(own.codes.view(-1), codes.view(-1))
+    theirs = torch.stack([codes >> 4, codes & 15], dim=-1).view(own.out_features, -1)
+    assert torch.equal(unpack_halves(own.codes), theirs)
     assert torch.equal(own.weight, functional.dequantize_4bit(codes, state))
 
 

@@ -18,7 +18,6 @@ from tests.support.training_cases import (
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from trustbatch.errors import ConfigError
 from trustbatch.models.config import LoraConfig, ModelConfig
 from trustbatch.models.policy import Policy
 from trustbatch.models.quantization.formats import (
@@ -29,13 +28,13 @@ from trustbatch.models.quantization.formats import (
 )
 from trustbatch.models.quantization.layer import (
     QuantizedLinear,
-    quantize_linears,
     quantized_layers,
 )
 from trustbatch.rollout.native.decoder import LlamaDecoder
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.rollout.native.linear import PackedLinear
 from trustbatch.rollout.native.quantized_linear import QuantizedProduct
+from trustbatch.training.layers import compile_layers, recompute_layers
 
 pytest.importorskip("peft")
 
@@ -104,10 +103,10 @@ def nearest(block: NDArray[np.float32], name: str) -> NDArray[np.float32]:
     return levels[np.abs(block[:, None] - levels).argmin(1)]
 
 
-@pytest.mark.parametrize("columns", [256, 160])
+@pytest.mark.parametrize("columns", [256, 160, 75])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_weight_becomes_the_nearest_number_of_its_block(name: str, columns: int) -> None:
-    """With 160 columns the last block is a part of one."""
+    """The last block may be a part of one."""
     values = weight(12, columns)
     coded = quantize(values, name)
     expected = by_numpy(values.numpy(), name)
@@ -130,10 +129,24 @@ def test_quantized_weights_are_quantized_to_themselves(name: str) -> None:
 
 def test_two_codes_of_a_byte_by_hand() -> None:
     """0.5 / 2 is nearest to level 10 (0.2461), and -2 / 2 is level 0: 10 * 16 + 0."""
-    coded = quantize(torch.tensor([[0.5, -2.0]]), "nf4")
-    assert coded.codes.tolist() == [[160]]
+    values = torch.zeros(1, 64)
+    values[0, 3], values[0, 3 + 32] = 0.5, -2.0
+    coded = quantize(values, "nf4")
+    zero = NF4_LEVELS.index(0.0)
+    assert coded.codes.tolist() == [[160 if at == 3 else 17 * zero for at in range(32)]]
     assert coded.scales.tolist() == [[2.0]]
-    assert coded.dequantized(torch.float32).tolist() == [[2 * NF4_LEVELS[10], -2.0]]
+    assert coded.dequantized(torch.float32)[0, [3, 35, 0]].tolist() == [2 * NF4_LEVELS[10], -2, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_numbers_are_products_of_bfloat16_numbers(name: str) -> None:
+    coded = quantize(weight(12, 320), name)
+    block = FORMATS[name].block_of(320)
+    scales = coded.scales.repeat_interleave(block, 1)[:, :320]
+    levels = coded.dequantized(torch.float32) / torch.where(scales > 0, scales, 1.0)
+    # rounded to what each format has, which undoes the rounding of the division
+    exact = {"nf4": levels, "int8": levels.round(), "fp8": levels.to(torch.float8_e4m3fn)}[name]
+    assert torch.equal(coded.dequantized(torch.bfloat16), exact.bfloat16() * scales.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,7 +155,7 @@ def test_a_layer_computes_as_one_with_its_numbers(name: str, dtype: torch.dtype)
     layer = layer_of(name)
     plain = nn.Linear(192, 24)
     with torch.no_grad():
-        plain.weight.copy_(layer.weight)
+        plain.weight.copy_(layer.quantized.dequantized(dtype))
         plain.bias.copy_(layer.bias)
     inputs = torch.randn(2, 5, 192)
     results = []
@@ -199,6 +212,23 @@ def test_adapters_learn_as_beside_ordinary_weights_of_the_same_numbers(
     assert float(found[0].abs().max()) > 0
     assert torch.equal(*found)
     assert torch.equal(policy_logp(policy, sequences), policy_logp(plain, sequences))
+
+
+@pytest.mark.parametrize("change", ["compiled", "recomputed"])
+def test_layers_that_are_compiled_or_recomputed(tiny_folder: Path, change: str) -> None:
+    found = []
+    for changed in (False, True):
+        policy = quantized_policy(tiny_folder, "nf4")
+        sequences = sample_sequences(policy)
+        if changed and change == "compiled":
+            compile_layers(policy.model, backend="aot_eager")
+        elif changed:
+            recompute_layers(policy.model)
+        trainer = make_trainer(policy)
+        gradients = watch_gradients(trainer)
+        trainer.train(sequences)
+        found.append(flat(gradients))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -277,13 +307,3 @@ def test_a_saved_model_is_an_ordinary_one(tiny_folder: Path, tmp_path: Path, ada
 def test_frozen_weights_without_adapters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"add the table \[model.lora\]"):
         ModelConfig(name="model", quantization="nf4")
-
-
-def test_an_odd_number_of_inputs_is_refused() -> None:
-    model = nn.Module()
-    model.layer = nn.Linear(7, 4)
-    model.get_output_embeddings = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ConfigError, match=r"7 inputs: set it to \"int8\""):
-        quantize_linears(model, "nf4", torch.device("cpu"))
-    quantize_linears(model, "int8", torch.device("cpu"))
-    assert isinstance(model.layer, QuantizedLinear)

@@ -1,9 +1,11 @@
 """Formats of quantized weights: a code for each weight, and a scale for each block of a row.
 
-A weight is level(code) * scale, computed in float32 and rounded once to the type of the product.
+A weight is level(code) * scale: both rounded to the type of the product that uses it, and their
+product again. In bfloat16 that is far below what quantization itself changes.
 
-- nf4: the 16 levels of NormalFloat4 (QLoRA), two codes in a byte with the earlier one in its high
-  half, and blocks of 64. bitsandbytes stores the same.
+- nf4: the 16 levels of NormalFloat4 (QLoRA), and blocks of 64. A byte has two codes: the one in its
+  high half is of the first half of a block, the other of the second, so that kernels read rows of
+  activations in order.
 - int8: integers from -127 to 127, and one scale for each row.
 - fp8: e4m3 numbers, and blocks of 128.
 """
@@ -18,6 +20,7 @@ from torch.nn import functional
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = torch.finfo(E4M3).max  # 448
 INT8_MAX = 127
+NF4_BLOCK = 64
 
 NF4_LEVELS = (
     -1.0,
@@ -45,7 +48,6 @@ class Format:
     """How weights are stored."""
 
     name: str
-    bits: int
     block: int | None
     """weights of a row with one scale; None is the whole row"""
 
@@ -59,8 +61,7 @@ class Format:
 
 
 FORMATS = {
-    each.name: each
-    for each in (Format("nf4", 4, 64), Format("int8", 8, None), Format("fp8", 8, 128))
+    each.name: each for each in (Format("nf4", NF4_BLOCK), Format("int8", None), Format("fp8", 128))
 }
 
 
@@ -69,15 +70,12 @@ class Codes:
     """A weight [out, in] in a format."""
 
     codes: Tensor
-    """bytes [out, in], or [out, in / 2] with two codes each"""
+    """bytes [out, in]; of nf4 [out, 32 for each block]"""
     scales: Tensor
     """float32 [out, blocks]"""
     format: Format
-
-    @property
-    def columns(self) -> int:
-        """The number of inputs."""
-        return self.codes.shape[1] * 8 // self.format.bits
+    columns: int
+    """the number of inputs"""
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in a floating-point type."""
@@ -86,15 +84,25 @@ class Codes:
 
             return dequantize(self, dtype)
         block = self.format.block_of(self.columns)
-        scales = self.scales.repeat_interleave(block, dim=1)[:, : self.columns]
-        return (self._levels() * scales).to(dtype)
+        scales = self.scales.to(dtype).repeat_interleave(block, dim=1)
+        return self._levels().to(dtype)[:, : self.columns] * scales[:, : self.columns]
 
     def _levels(self) -> Tensor:
-        if self.format.bits == 4:
-            both = torch.stack([self.codes >> 4, self.codes & 15], dim=-1).flatten(1)
-            return nf4_levels(self.codes.device)[both.int()]
-        kind = E4M3 if self.format.name == "fp8" else torch.int8
-        return self.codes.view(kind).float()
+        if self.format.name == "nf4":
+            return nf4_levels(self.codes.device)[unpack_halves(self.codes).int()]
+        return self.codes.view(E4M3 if self.format.name == "fp8" else torch.int8).float()
+
+
+def pack_halves(codes: Tensor) -> Tensor:
+    """Return codes of 4 bits [out, blocks * 64] as bytes [out, blocks * 32]."""
+    first, second = codes.unflatten(1, (-1, 2, NF4_BLOCK // 2)).unbind(2)
+    return ((first << 4) | second).flatten(1).contiguous()
+
+
+def unpack_halves(codes: Tensor) -> Tensor:
+    """Return what `pack_halves` has packed."""
+    blocks = codes.unflatten(1, (-1, NF4_BLOCK // 2))
+    return torch.stack([blocks >> 4, blocks & 15], dim=2).flatten(1)
 
 
 @cache
@@ -106,7 +114,9 @@ def nf4_levels(device: torch.device) -> Tensor:
 def bytes_per_weight(name: str, columns: int) -> float:
     """Return the bytes that a weight of a layer with so many inputs takes, scales included."""
     kind = FORMATS[name]
-    return kind.bits / 8 + 4 * kind.num_blocks(columns) / columns
+    num_blocks = kind.num_blocks(columns)
+    codes = num_blocks * NF4_BLOCK / 2 if name == "nf4" else columns
+    return (codes + 4 * num_blocks) / columns
 
 
 def quantize(weight: Tensor, name: str) -> Codes:
@@ -117,15 +127,15 @@ def quantize(weight: Tensor, name: str) -> Codes:
     blocks = functional.pad(weight.detach().float(), (0, num_blocks * block - columns))
     blocks = blocks.view(rows, num_blocks, block)
     scales = blocks.abs().amax(-1) / {"nf4": 1.0, "int8": INT8_MAX, "fp8": E4M3_MAX}[name]
-    scaled = blocks / torch.where(scales > 0, scales, 1.0)[..., None]
-    scaled = scaled.view(rows, -1)[:, :columns]
+    scaled = (blocks / torch.where(scales > 0, scales, 1.0)[..., None]).view(rows, -1)
     if name == "nf4":
         levels = nf4_levels(weight.device)
         middles = (levels[1:] + levels[:-1]) / 2
-        codes = torch.bucketize(scaled.contiguous(), middles, out_int32=True).to(torch.uint8)
-        codes = (codes[:, ::2] << 4) | codes[:, 1::2]
-    elif name == "int8":
-        codes = scaled.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8).view(torch.uint8)
+        codes = pack_halves(torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8))
     else:
-        codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(torch.uint8)
-    return Codes(codes.contiguous(), scales, kind)
+        scaled = scaled[:, :columns].contiguous()
+        if name == "int8":
+            codes = scaled.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8).view(torch.uint8)
+        else:
+            codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(torch.uint8)
+    return Codes(codes, scales, kind, columns)

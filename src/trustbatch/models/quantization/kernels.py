@@ -1,74 +1,166 @@
 """Triton kernels of quantized weights: de-quantized to memory, or inside a product of few rows.
 
-Both round a weight as `Codes.dequantized` does, so all products have the same operands.
+Both have the numbers of `Codes.dequantized` on a CPU, so that all products have the same operands.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportMissingImports=false
 # (Triton comes with torch on machines with a GPU; it types kernels as plain functions)
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trustbatch.models.quantization.formats import Codes, nf4_levels
+from trustbatch.models.quantization.formats import NF4_BLOCK, NF4_LEVELS, Codes, nf4_levels
 
-COLUMNS = 128
-"""columns of a tile of `multiply`, which must divide those of the weight"""
-OUTPUTS = 64
-LARGEST_ROWS = 64
-FEW_ROWS = 64
-"""with more rows, `multiply` is slower than a product after `dequantize`"""
-COLUMNS_AT_ONCE = 1024
+BYTES_AT_ONCE = 1024
 """of a row, in one program of `dequantize`"""
 SMALLEST_DOT = 16
 """rows that a tensor-core product has at least"""
+LARGEST_ROWS = 64
+FEW_ROWS = 128
+"""with more rows, `multiply` is slower than a product after `dequantize`"""
+_HALF: tl.constexpr = tl.constexpr(NF4_BLOCK // 2)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How `multiply` divides its work."""
+
+    outputs: int = 64
+    columns: int = 128
+    warps: int = 4
+    stages: int = 4
+
+
+def tile_for(num_rows: int) -> Tile:
+    """Return the fastest tile that was measured."""
+    return Tile(outputs=32) if num_rows <= SMALLEST_DOT else Tile()
+
+
+def _nf4_assembly() -> str:
+    """Return PTX that looks up 8 levels in bfloat16 and scales them, without reading memory.
+
+    A `prmt` takes 4 of 8 bytes by the lower bits of as many codes: from the lower and from the
+    upper half of the levels, of which a third one takes what the codes' highest bits say. This is
+    done for the high and for the low bytes of levels. One multiplication scales two of them.
+    """
+    bits = torch.tensor(NF4_LEVELS).bfloat16().view(torch.int16).tolist()
+    tables = {
+        name: [
+            sum(((bits[4 * word + i] >> shift) & 255) << (8 * i) for i in range(4))
+            for word in range(4)
+        ]
+        for name, shift in (("high", 8), ("low", 0))
+    }
+    lines = [
+        ".reg .b32 code, which, a, b, high, low, zero;",
+        "mov.b32 zero, 0x80008000;",  # -0, which a sum leaves as it is
+        "and.b32 code, $4, 0x77777777;",
+        "shr.b32 which, $4, 1;",
+        "and.b32 which, which, 0x44444444;",
+        "or.b32 which, which, 0x32103210;",
+    ]
+    for first, second, scale in (("$0", "$2", "$5"), ("$1", "$3", "$6")):
+        for name, (w0, w1, w2, w3) in tables.items():
+            lines += [
+                f"prmt.b32 a, {w0:#x}, {w1:#x}, code;",
+                f"prmt.b32 b, {w2:#x}, {w3:#x}, code;",
+                f"prmt.b32 {name}, a, b, which;",
+            ]
+        lines += [
+            f"prmt.b32 {second}, low, high, 0x6240;",
+            f"prmt.b32 {first}, low, high, 0x7351;",
+            f"fma.rn.bf16x2 {first}, {first}, {scale}, zero;",
+            f"fma.rn.bf16x2 {second}, {second}, {scale}, zero;",
+            "shr.b32 code, code, 16;",
+            "shr.b32 which, which, 16;",
+        ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_NF4_ASSEMBLY: tl.constexpr = tl.constexpr(_nf4_assembly())
 
 
 @triton.jit
-def _level(code, levels, FORMAT: tl.constexpr):
-    """Return the number that a byte or half a byte stands for."""
-    if FORMAT == "nf4":
-        return tl.load(levels + code.to(tl.int32))
-    elif FORMAT == "int8":
-        return code.to(tl.int8, bitcast=True).to(tl.float32)
-    else:
+def _scaled(level, scale, dtype: tl.constexpr):
+    """Return level * scale, of which each is rounded to the type, and the product again."""
+    return (level.to(dtype).to(tl.float32) * scale.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _byte_level(code, FORMAT: tl.constexpr):
+    """Return the number that a byte stands for."""
+    if FORMAT == "fp8":
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    # an integer below 2^23 in the digits of 2^23, which is much faster than a conversion
+    return ((code ^ 128).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def _halves(code, scale, levels, dtype: tl.constexpr):
+    """Return the weights of the high and of the low halves of bytes."""
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _NF4_ASSEMBLY,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [code, scale.to(tl.bfloat16)],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        first = _scaled(tl.load(levels + (code >> 4).to(tl.int32)), scale, dtype)
+        return first, _scaled(tl.load(levels + (code & 15).to(tl.int32)), scale, dtype)
 
 
 @triton.jit
 def _dequantize(
-    codes, scales, levels, out, width, num_blocks, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    SIZE: tl.constexpr,
+    codes, scales, levels, out, width, num_bytes, num_blocks,
+    BLOCK: tl.constexpr, FORMAT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    inside = column < width
-    scale = tl.load(scales + row * num_blocks + column // BLOCK, mask=inside, other=0.0)
+    at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    has_byte = at < num_bytes
+    code = tl.load(codes + row * num_bytes + at, mask=has_byte, other=0)
+    dtype = out.dtype.element_ty
+    own = out + row * width
     if FORMAT == "nf4":
-        code = tl.load(codes + row * (width // 2) + column // 2, mask=inside, other=0)
-        code = (code >> (4 - 4 * (column % 2)).to(tl.uint8)) & 15
+        block = at // _HALF
+        scale = tl.load(scales + row * num_blocks + block, mask=has_byte, other=0.0)
+        first, second = _halves(code, scale, levels, dtype)
+        column = block * BLOCK + at % _HALF
+        tl.store(own + column, first, mask=column < width)
+        tl.store(own + column + _HALF, second, mask=column + _HALF < width)
     else:
-        code = tl.load(codes + row * width + column, mask=inside, other=0)
-    weight = _level(code, levels, FORMAT) * scale
-    tl.store(out + row * width + column, weight.to(out.dtype.element_ty), mask=inside)
+        scale = tl.load(scales + row * num_blocks + at // BLOCK, mask=has_byte, other=0.0)
+        tl.store(own + at, _scaled(_byte_level(code, FORMAT), scale, dtype), mask=has_byte)
+
+
+def _levels(weight: Codes, dtype: torch.dtype) -> Tensor | None:
+    """Return the table of levels where a kernel reads one from memory."""
+    has_table = weight.format.name == "nf4" and dtype != torch.bfloat16
+    return nf4_levels(weight.codes.device) if has_table else None
 
 
 def dequantize(weight: Codes, dtype: torch.dtype) -> Tensor:
     """Return a weight [out, in] on a GPU in a floating-point type."""
-    rows, columns = len(weight.codes), weight.columns
-    out = torch.empty(rows, columns, dtype=dtype, device=weight.codes.device)
-    _dequantize[(rows, triton.cdiv(columns, COLUMNS_AT_ONCE))](
+    rows, num_bytes = weight.codes.shape
+    out = torch.empty(rows, weight.columns, dtype=dtype, device=weight.codes.device)
+    _dequantize[(rows, triton.cdiv(num_bytes, BYTES_AT_ONCE))](
         weight.codes,
         weight.scales,
-        nf4_levels(weight.codes.device),
+        _levels(weight, dtype),
         out,
-        columns,
+        weight.columns,
+        num_bytes,
         weight.scales.shape[1],
-        BLOCK=weight.format.block_of(columns),
+        BLOCK=weight.format.block_of(weight.columns),
         FORMAT=weight.format.name,
-        SIZE=COLUMNS_AT_ONCE,
+        SIZE=BYTES_AT_ONCE,
     )
     return out
 
@@ -79,7 +171,7 @@ def _multiply(
     BLOCK: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum tiles of weight [OUTPUTS, COLUMNS] @ rows [COLUMNS, ROWS]."""
+    """Sum products of tiles: weights [OUTPUTS, COLUMNS] @ rows [COLUMNS, ROWS]."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     has_output, has_row = (output < num_outputs)[:, None], (row < num_rows)[None, :]
@@ -87,37 +179,27 @@ def _multiply(
     dtype = rows.dtype.element_ty
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in range(0, width, COLUMNS):
+        own_scales = scales + output * num_blocks + start // BLOCK
         if FORMAT == "nf4":
-            # two sums, over the even and the odd columns, since a byte has one of each
-            half: tl.constexpr = COLUMNS // 2
             blocks: tl.constexpr = COLUMNS // BLOCK
-            column = tl.arange(0, half)
+            at = tl.arange(0, COLUMNS // 2)
             code = tl.load(
-                codes + output * (width // 2) + (start // 2 + column)[None, :],
-                mask=has_output,
-                other=0,
+                codes + output * (width // 2) + (start // 2 + at)[None, :], mask=has_output, other=0
             )
-            scale = tl.load(
-                scales + output * num_blocks + (start // BLOCK + tl.arange(0, blocks))[None, :],
-                mask=has_output,
-                other=0.0,
-            )
-            scale = tl.broadcast_to(scale[:, :, None], (OUTPUTS, blocks, BLOCK // 2))
-            scale = tl.reshape(scale, (OUTPUTS, half))
-            even = (_level(code >> 4, levels, FORMAT) * scale).to(dtype)
-            odd = (_level(code & 15, levels, FORMAT) * scale).to(dtype)
-            at = rows + row * width + (start + 2 * column)[:, None]
-            total = tl.dot(even, tl.load(at, mask=has_row, other=0.0), total)
-            total = tl.dot(odd, tl.load(at + 1, mask=has_row, other=0.0), total)
+            scale = tl.load(own_scales + tl.arange(0, blocks)[None, :], mask=has_output, other=0.0)
+            scale = tl.broadcast_to(scale[:, :, None], (OUTPUTS, blocks, _HALF))
+            scale = tl.reshape(scale, (OUTPUTS, COLUMNS // 2))
+            first, second = _halves(code, scale, levels, dtype)
+            column = start + at // _HALF * BLOCK + at % _HALF
+            part = rows + row * width + column[:, None]
+            total = tl.dot(first, tl.load(part, mask=has_row, other=0.0), total)
+            total = tl.dot(second, tl.load(part + _HALF, mask=has_row, other=0.0), total)
         else:
             column = start + tl.arange(0, COLUMNS)
             code = tl.load(codes + output * width + column[None, :], mask=has_output, other=0)
-            scale = tl.load(
-                scales + output * num_blocks + start // BLOCK, mask=has_output, other=0.0
-            )
-            weight = (_level(code, levels, FORMAT) * scale).to(dtype)
+            scale = tl.load(own_scales, mask=has_output, other=0.0)
             part = tl.load(rows + row * width + column[:, None], mask=has_row, other=0.0)
-            total = tl.dot(weight, part, total)
+            total = tl.dot(_scaled(_byte_level(code, FORMAT), scale, dtype), part, total)
     if bias is not None:
         total += tl.load(bias + output, mask=has_output, other=0.0).to(tl.float32)
     tl.store(out + row * num_outputs + output, total.to(dtype), mask=has_output & has_row)
@@ -125,31 +207,33 @@ def _multiply(
 
 def multiplies(rows: Tensor, weight: Codes) -> bool:
     """Whether `multiply` is for these rows."""
-    return rows.dtype == torch.bfloat16 and len(rows) <= FEW_ROWS and not weight.columns % COLUMNS
+    is_whole = weight.columns % tile_for(len(rows)).columns == 0
+    return rows.dtype == torch.bfloat16 and len(rows) <= FEW_ROWS and is_whole
 
 
-def multiply(rows: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
+def multiply(rows: Tensor, weight: Codes, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
     """Return rows [n, in] @ weight.T [in, out] + bias, without a de-quantized copy."""
-    num_outputs, columns = len(weight.codes), weight.columns
+    tile = tile or tile_for(len(rows))
+    num_outputs = len(weight.codes)
     out = rows.new_empty(len(rows), num_outputs)
-    tile = min(max(triton.next_power_of_2(len(rows)), SMALLEST_DOT), LARGEST_ROWS)
-    _multiply[(triton.cdiv(num_outputs, OUTPUTS), triton.cdiv(len(rows), tile))](
+    rows_at_once = min(max(triton.next_power_of_2(len(rows)), SMALLEST_DOT), LARGEST_ROWS)
+    _multiply[(triton.cdiv(num_outputs, tile.outputs), triton.cdiv(len(rows), rows_at_once))](
         rows.contiguous(),
         weight.codes,
         weight.scales,
-        nf4_levels(rows.device),
+        _levels(weight, rows.dtype),
         bias,
         out,
         len(rows),
         num_outputs,
-        columns,
+        weight.columns,
         weight.scales.shape[1],
-        BLOCK=weight.format.block_of(columns),
+        BLOCK=weight.format.block_of(weight.columns),
         FORMAT=weight.format.name,
-        ROWS=tile,
-        OUTPUTS=OUTPUTS,
-        COLUMNS=COLUMNS,
-        num_warps=4,
-        num_stages=4,
+        ROWS=rows_at_once,
+        OUTPUTS=tile.outputs,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return out

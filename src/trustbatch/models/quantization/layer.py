@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trustbatch.errors import ConfigError
 from trustbatch.models.quantization.formats import FORMATS, Codes, Format, quantize
 
 
@@ -32,7 +31,8 @@ class QuantizedLinear(nn.Linear):
     @property
     def quantized(self) -> Codes:
         """The weight as it is stored."""
-        return Codes(self.codes, self.scale_bits.view(torch.float32), self.format)
+        scales = self.scale_bits.view(torch.float32)
+        return Codes(self.codes, scales, self.format, self.in_features)
 
     @quantized.setter
     def quantized(self, weight: Codes) -> None:
@@ -65,17 +65,29 @@ class _Product(torch.autograd.Function):
         ctx: Any, rows: Tensor, codes: Tensor, scale_bits: Tensor, bias: Tensor | None, name: str
     ) -> Tensor:
         ctx.save_for_backward(codes, scale_bits)
-        ctx.name = name
-        return functional.linear(rows, _weight(codes, scale_bits, name, rows.dtype), bias)
+        ctx.name, ctx.columns = name, rows.shape[-1]
+        weight = _dequantized(codes, scale_bits, name, rows.shape[-1], rows.dtype)
+        return functional.linear(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         codes, scale_bits = ctx.saved_tensors
-        return grad @ _weight(codes, scale_bits, ctx.name, grad.dtype), None, None, None, None
+        weight = _dequantized(codes, scale_bits, ctx.name, ctx.columns, grad.dtype)
+        return grad @ weight, None, None, None, None
 
 
-def _weight(codes: Tensor, scale_bits: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    return Codes(codes, scale_bits.view(torch.float32), FORMATS[name]).dequantized(dtype)
+# as one operation, which torch.compile does not look into
+@torch.library.custom_op("trustbatch::dequantized", mutates_args=())
+def _dequantized(
+    codes: Tensor, scale_bits: Tensor, name: str, columns: int, dtype: torch.dtype
+) -> Tensor:
+    weight = Codes(codes, scale_bits.view(torch.float32), FORMATS[name], columns)
+    return weight.dequantized(dtype)
+
+
+@_dequantized.register_fake
+def _(codes: Tensor, scale_bits: Tensor, name: str, columns: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(len(codes), columns, dtype=dtype)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
@@ -100,10 +112,5 @@ def quantize_linears(model: Any, name: str, device: torch.device) -> None:
 
 
 def _quantized(layer: nn.Linear, name: str, device: torch.device) -> QuantizedLinear:
-    if name == "nf4" and layer.in_features % 2:
-        raise ConfigError(
-            f'model.quantization = "nf4" keeps two weights in a byte, and the model has a layer '
-            f'with {layer.in_features} inputs: set it to "int8".'
-        )
     bias = None if layer.bias is None else layer.bias.to(device)
     return QuantizedLinear(quantize(layer.weight.to(device), name), bias)

@@ -6,6 +6,7 @@ as in any other library. Nothing of bitsandbytes is needed to read its formats.
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +17,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from trustbatch.errors import ConfigError
-from trustbatch.models.quantization.formats import FORMATS, INT8_MAX, Codes, nf4_levels
+from trustbatch.models.quantization.formats import (
+    FORMATS,
+    INT8_MAX,
+    Codes,
+    nf4_levels,
+    pack_halves,
+)
 from trustbatch.models.quantization.layer import QuantizedLinear
 
 SUPPORTED = "bitsandbytes (NF4 in blocks of 64, and 8 bits) and FP8 in blocks of 128"
@@ -67,12 +74,10 @@ def load_published(
             setattr(model.get_submodule(owner), child, QuantizedLinear(codes, bias))
     _fill_plain(model, files)
     if model.can_generate():
-        try:
+        with suppress(OSError):  # it may have none
             model.generation_config = GenerationConfig.from_pretrained(
                 name, local_files_only=offline
             )
-        except OSError:  # it has none, and the tokenizer says which token ends a completion
-            pass
     return model
 
 
@@ -123,7 +128,7 @@ def _read_codes(
         codes = files.read(weight).view(torch.uint8)
     else:
         return None
-    return Codes(codes.to(device), scales.to(device), FORMATS[kind])
+    return Codes(codes.to(device), scales.to(device), FORMATS[kind], layer.in_features)
 
 
 def _read_nf4(files: _Tensors, weight: str, layer: nn.Linear, device: torch.device) -> Codes:
@@ -142,9 +147,11 @@ def _read_nf4(files: _Tensors, weight: str, layer: nn.Linear, device: torch.devi
         outer = files.read(f"{weight}.nested_absmax").repeat_interleave(NESTED_BLOCK)[: len(scales)]
         inner = files.read(f"{weight}.nested_quant_map")[scales.int()]
         scales = inner * outer + state["nested_offset"]
-    shape = layer.out_features, -1
-    codes = files.read(weight).view(torch.uint8).view(shape)
-    return Codes(codes.to(device), scales.float().view(shape).to(device), FORMATS["nf4"])
+    # there, two neighbors are in a byte, the earlier one in its high half
+    pairs = files.read(weight).view(torch.uint8).view(layer.out_features, -1).to(device)
+    codes = pack_halves(torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(1))
+    scales = scales.float().view(layer.out_features, -1).to(device)
+    return Codes(codes, scales, FORMATS["nf4"], layer.in_features)
 
 
 def _fill_plain(model: Any, files: _Tensors) -> None:

@@ -285,9 +285,8 @@ def _build_frozen(
     if precision == "fp8":
         return _build_fp8(frozen)
     wanted = getattr(torch, precision)
-    if are_quantized(frozen):  # a CPU computes faster with a copy, and has room for it
-        is_cuda = frozen[0].codes.is_cuda
-        return QuantizedProduct(frozen, wanted) if is_cuda else RoundedLinear(frozen, wanted)
+    if are_quantized(frozen):
+        return QuantizedProduct(frozen, wanted)
     if all(layer.weight.dtype == wanted for layer in frozen):
         rank = next(len(adapter_of(layer)[0]) for layer in layers if is_adapted(layer))
         return JoinedLinear(frozen, num_spare=rank * len(layers))

@@ -14,26 +14,29 @@ from trustbatch.models.quantization.layer import QuantizedLinear
 class QuantizedProduct:
     """Quantized layers as one matrix, of which the layers' own codes are views.
 
-    For few rows, as in decoding, weights are de-quantized inside the product. Otherwise they are
-    first written to memory, which then costs less than the product itself.
+    On a GPU the weights of a product of few rows, as in decoding, are de-quantized inside of it.
+    Those of others are first written to memory, which then costs less than the product itself. A
+    CPU has room for a de-quantized copy, and no kernel that does without.
     """
 
     def __init__(self, layers: Sequence[QuantizedLinear], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.weight = _join_in_place(layers)
         self.bias = _joined_bias(layers, dtype)
+        self.copy = None if self.weight.codes.is_cuda else self.weight.dequantized(dtype)
 
     def refresh(self) -> None:
-        """Do nothing: there is no copy, and the weights are frozen."""
+        """Do nothing: the weights are frozen."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Map [n, in] to [n, out] in the given dtype."""
         inputs = inputs.to(self.dtype)
-        if inputs.is_cuda:
-            from trustbatch.models.quantization.kernels import multiplies, multiply
+        if self.copy is not None:
+            return functional.linear(inputs, self.copy, self.bias)
+        from trustbatch.models.quantization.kernels import multiplies, multiply
 
-            if multiplies(inputs, self.weight):
-                return multiply(inputs, self.weight, self.bias)
+        if multiplies(inputs, self.weight):
+            return multiply(inputs, self.weight, self.bias)
         return functional.linear(inputs, self.weight.dequantized(self.dtype), self.bias)
 
 
@@ -54,8 +57,8 @@ def _join_in_place(layers: Sequence[QuantizedLinear]) -> Codes:
     for layer, own_codes, own_scales in zip(
         layers, codes.split(sizes), scales.split(sizes), strict=True
     ):
-        layer.quantized = Codes(own_codes, own_scales, layer.format)
-    return Codes(codes, scales, parts[0].format)
+        layer.quantized = Codes(own_codes, own_scales, layer.format, layer.in_features)
+    return Codes(codes, scales, layers[0].format, layers[0].in_features)
 
 
 def _joined_bias(layers: Sequence[QuantizedLinear], dtype: torch.dtype) -> Tensor | None:

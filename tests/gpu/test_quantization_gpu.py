@@ -1,0 +1,122 @@
+"""Quantized weights on a real GPU: kernels, the engine's graphs, compiled layers, and memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.training_cases import policy_logp, sample_sequences, train
+
+from trustbatch.models.config import LoraConfig
+from trustbatch.models.policy import Policy
+from trustbatch.models.quantization.formats import FORMATS, Codes, quantize
+from trustbatch.models.quantization.layer import quantized_layers
+from trustbatch.rollout.native.decoder import LlamaDecoder
+from trustbatch.rollout.native.engine import NativeEngine
+from trustbatch.training.layers import compile_layers
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("peft")
+
+NAMES = sorted(FORMATS)
+
+
+def on_cpu(weight: Codes) -> Codes:
+    return Codes(weight.codes.cpu(), weight.scales.cpu(), weight.format, weight.columns)
+
+
+def coded(name: str, outputs: int, columns: int) -> Codes:
+    values = torch.randn(outputs, columns, generator=torch.Generator().manual_seed(0))
+    values[0, :64] = 0
+    return quantize(values.cuda(), name)
+
+
+def quantized_policy(folder: Path, name: str | None, *, precision: str = "bfloat16") -> Policy:
+    config = LoraConfig(rank=4)
+    policy = Policy.load(
+        str(folder), device="cuda", precision=precision, lora=config, quantization=name
+    )
+    policy.add_adapters(config, seed=0)
+    return policy
+
+
+def errors(policy: Policy, engine: NativeEngine) -> torch.Tensor:
+    """Log-probs of the trainer minus those of the engine."""
+    sampled = sample_sequences(policy, engine=engine)
+    recorded = torch.cat([each.completion.behavior_logp for each in sampled])
+    return (policy_logp(policy, sampled).cpu() - recorded).double()
+
+
+@pytest.mark.parametrize("columns", [75, 160, 4096])
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_are_those_of_the_cpu(name: str, columns: int) -> None:
+    weight = coded(name, 96, columns)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(weight.dequantized(dtype).cpu(), on_cpu(weight).dequantized(dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 64, 100])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fused_product_multiplies_the_same_numbers(name: str, rows: int) -> None:
+    from trustbatch.models.quantization.kernels import multiplies, multiply
+
+    weight = coded(name, 200, 512)  # the last tile of outputs is a part of one
+    inputs = torch.randn(rows, 512, device="cuda").bfloat16()
+    bias = torch.randn(200, device="cuda").bfloat16()
+    assert multiplies(inputs, weight)
+    exact = inputs.double() @ weight.dequantized(torch.bfloat16).double().t() + bias.double()
+    found = multiply(inputs, weight, bias)
+    # float32 sums, rounded once
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_update_is_sampled_from_as_closely_as_a_model_without_adapters(
+    tiny_folder: Path, name: str
+) -> None:
+    plain = Policy.load(str(tiny_folder), device="cuda", precision="bfloat16")
+    floor = torch.cat([errors(plain, NativeEngine(plain, seed=seed)) for seed in range(6)])
+    policy = quantized_policy(tiny_folder, name)
+    engine = NativeEngine(policy, seed=0)
+    assert isinstance(engine._batch.decoder, LlamaDecoder)
+    found = []
+    for version in range(6):  # graphs of the first generation are replayed after each update
+        engine.load_weights(policy.named_weights(), version)
+        found.append(errors(policy, engine))
+        train(policy, sample_sequences(policy, engine=engine), num_steps=1)
+    error = torch.cat(found)
+    assert abs(float(error.exp().mean()) - 1) < 2e-3
+    assert float(error.abs().mean()) < 1.6 * float(floor.abs().mean())
+
+
+def test_float32_agrees_to_rounding(tiny_folder: Path) -> None:
+    policy = quantized_policy(tiny_folder, "nf4", precision="float32")
+    engine = NativeEngine(policy, seed=0)
+    train(policy, sample_sequences(policy, engine=engine), num_steps=2)
+    assert float(errors(policy, engine).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_neither_engine_nor_training_keeps_other_weights(tiny_folder: Path, name: str) -> None:
+    policy = quantized_policy(tiny_folder, name)
+    layers = quantized_layers(policy.model).values()
+    assert all(layer.codes.is_cuda for layer in layers)
+    before = torch.cuda.memory_allocated()
+    engine = NativeEngine(policy, seed=0)
+    num_weights = sum(layer.in_features * layer.out_features for layer in layers)
+    taken = torch.cuda.memory_allocated() - before
+    adapters = sum(part.nbytes for _, part in policy.trained_parameters())
+    assert engine.policy is policy
+    # adapters, rotary embeddings and the cache; no weight in bfloat16
+    assert taken < adapters + 2 * num_weights / 2
+
+
+def test_compiled_layers_compute_the_same(tiny_folder: Path) -> None:
+    policies = [quantized_policy(tiny_folder, "nf4") for _ in range(2)]
+    sequences = sample_sequences(policies[0])
+    compile_layers(policies[1].model)
+    for policy in policies:
+        train(policy, sequences, num_steps=2)
+    first, second = (policy_logp(policy, sequences) for policy in policies)
+    assert float((first - second).abs().mean()) < 0.03
