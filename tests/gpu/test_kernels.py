@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from trustbatch.rollout.native import operations
+from trustbatch.rollout.native import operations, prompt_tiles
 from trustbatch.rollout.native.cache import HeadNorms, Heads
 from trustbatch.rollout.native.dense_cache import DenseCache
 from trustbatch.rollout.native.linear import quantize_rows
@@ -94,7 +94,12 @@ def test_tokens_are_quantized_as_rows_are() -> None:
     ],
 )
 def test_pages_hold_and_read_what_the_dense_cache_does(
-    dtype: torch.dtype, num_processors: int, with_norms: bool, shares: bool, is_fp8: bool
+    dtype: torch.dtype,
+    num_processors: int,
+    with_norms: bool,
+    shares: bool,
+    is_fp8: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts of several lengths, copies, growth, rows that leave and rows that enter."""
     torch.manual_seed(0)
@@ -108,8 +113,8 @@ def test_pages_hold_and_read_what_the_dense_cache_does(
         heads, 2, dtype, device=DEVICE, max_rows=16, room=lambda _: math.inf, is_fp8=is_fp8
     )
     paged.num_processors = num_processors
-    if shares:
-        paged.tiles.least_saved = 0
+    monkeypatch.setattr(prompt_tiles, "LEAST_SAVED", 0 if shares else 2**60)
+    monkeypatch.setattr(prompt_tiles, "LEAST_SHARE", 0)
     dense = DenseCache(heads, 2, dtype, is_fp8=is_fp8)
     if DEVICE.type == "cuda":
         for part in (paged.keys, paged.values):

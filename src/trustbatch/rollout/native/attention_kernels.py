@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SMALLEST_DOT = 16
-"""rows that a tensor-core product has at least"""
-TILE_QUERIES = 32
-"""queries that a program for shared pages has, of all rows of its tile; more where a row has more"""
+from trustbatch.rollout.native.prompt_tiles import SharedPages
+
+FEWEST_COLUMNS = 8
+"""columns that a tensor-core product has at least"""
 ROWS_PER_TILE_PROGRAM = 8
 """rows of the batch per program for shared pages: with smaller tiles a program has several"""
 MAX_SPLITS = 16
@@ -45,19 +45,6 @@ class LayerPages(NamedTuple):
     def is_fp8(self) -> bool:
         """Whether keys and values are e4m3."""
         return self.key_scales is not None
-
-
-class SharedPages(NamedTuple):
-    """Tiles of rows that begin with the same pages; tensors that never move."""
-
-    num_tiles: Tensor
-    """[1]"""
-    tile_rows: Tensor
-    """[tiles, rows per tile], -1 where a tile has fewer"""
-    tile_pages: Tensor
-    """[tiles], how many pages its rows share"""
-    row_pages: Tensor
-    """[rows], the same for each row; 0 for rows of no tile"""
 
 
 @triton.jit
@@ -178,35 +165,35 @@ def rotate_and_store(
 
 @triton.jit
 def _load_dims(heads, inside, D: tl.constexpr, PAIRS: tl.constexpr):
-    """Load heads [n, D] that `heads` [n, 1] points to; in pairs, even and odd dimensions."""
+    """Load heads [D, n] that `heads` [1, n] points to; in pairs, even and odd dimensions."""
     if PAIRS:
-        pairs = 2 * tl.arange(0, D // 2)[None, :]
+        pairs = 2 * tl.arange(0, D // 2)[:, None]
         even = tl.load(heads + pairs, mask=inside, other=0.0)
         return even, tl.load(heads + pairs + 1, mask=inside, other=0.0)
     else:
-        return tl.load(heads + tl.arange(0, D)[None, :], mask=inside, other=0.0), 0.0
+        return tl.load(heads + tl.arange(0, D)[:, None], mask=inside, other=0.0), 0.0
 
 
 @triton.jit
 def _store_dims(heads, x, odd, inside, D: tl.constexpr, PAIRS: tl.constexpr):
     """Store what `_load_dims` would load."""
     if PAIRS:
-        pairs = 2 * tl.arange(0, D // 2)[None, :]
+        pairs = 2 * tl.arange(0, D // 2)[:, None]
         tl.store(heads + pairs, x.to(heads.dtype.element_ty), mask=inside)
         tl.store(heads + pairs + 1, odd.to(heads.dtype.element_ty), mask=inside)
     else:
-        dims = tl.arange(0, D)[None, :]
+        dims = tl.arange(0, D)[:, None]
         tl.store(heads + dims, x.to(heads.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _no_sums(PADDED: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr):
-    """Return weighted sums of no values [PADDED, D]; in pairs, of even and odd dimensions."""
+    """Return weighted sums of no values [D, PADDED]; in pairs, of even and odd dimensions."""
     if PAIRS:
-        empty = tl.zeros([PADDED, D // 2], tl.float32)
+        empty = tl.zeros([D // 2, PADDED], tl.float32)
         return empty, empty
     else:
-        return tl.zeros([PADDED, D], tl.float32), 0.0
+        return tl.zeros([D, PADDED], tl.float32), 0.0
 
 
 @triton.jit
@@ -258,49 +245,61 @@ def _attend_to_pages(
     NUM_KV: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    STEP: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
     """Continue a softmax over scores: its maximum, its sum, and the weighted sums of values.
+
+    Queries, scores and sums are columns: there are few of them, and a product has at least eight
+    columns but sixteen rows. STEP tokens are read at a time.
 
     With PAIRS, two e4m3 numbers are one int16: tensor cores take the tokens of a page as they lie
     in memory if a number has two bytes, and else every byte is moved by itself.
     """
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
-    dims, slots = tl.arange(0, WIDTH), tl.arange(0, PAGE)
-    for number in range(begin, end):
-        page = tl.load(pages + number).to(tl.int64)
-        slot = (page * NUM_KV + head) * PAGE
-        start = slot * WIDTH
-        inside = number * PAGE + slots < length
+    STEPS: tl.constexpr = PAGE // STEP
+    if key_scales is not None:
+        q = q.to(tl.float16)
+    if PAIRS:
+        q_odd = q_odd.to(tl.float16)
+    dims, slots = tl.arange(0, WIDTH), tl.arange(0, STEP)
+    last = tl.minimum(end * STEPS, (length + STEP - 1) // STEP)
+    for number in range(begin * STEPS, last):
+        page = tl.load(pages + number // STEPS).to(tl.int64)
+        slot = (page * NUM_KV + head) * PAGE + (number % STEPS) * STEP
+        is_token = number * STEP + slots < length
+        inside = is_token[:, None]
         # slots beyond the length hold anything, even NaN: no product may touch them
-        k = tl.load(keys + start + slots[None, :] * WIDTH + dims[:, None], mask=inside[None, :],
-                    other=0)  # fmt: skip
-        v = tl.load(values + start + slots[:, None] * WIDTH + dims, mask=inside[:, None], other=0)
+        at = slot * WIDTH + slots[:, None] * WIDTH + dims
+        k = tl.load(keys + at, mask=inside, other=0)
+        v = tl.load(values + at, mask=inside, other=0)
+        factors = tl.where(is_token, scale, 0.0)
+        if key_scales is not None:
+            factors *= tl.load(key_scales + slot + slots, mask=is_token, other=0.0)
         if PAIRS:
             k_even, k_odd = _unpacked(k)
-            scores = tl.dot(q_odd, k_odd, acc=tl.dot(q, k_even)) * scale
+            scores = tl.dot(k_odd, q_odd, acc=tl.dot(k_even, q))
         else:
-            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-        if key_scales is not None:
-            scores *= tl.load(key_scales + slot + slots, mask=inside, other=0.0)[None, :]
-        scores = tl.where(inside[None, :], scores, -float("inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
+            scores = tl.dot(k.to(q.dtype), q, input_precision="ieee")
+        scores = tl.where(inside, scores * factors[:, None], -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 0))
         shrink = tl.exp(largest - new_largest)
-        weights = tl.exp(scores - new_largest[:, None])
-        total = total * shrink + tl.sum(weights, 1)
+        weights = tl.exp(scores - new_largest[None, :])
+        total = total * shrink + tl.sum(weights, 0)
         if value_scales is not None:
             # times the largest value rather than the scale: float16 has no smaller numbers
-            factors = tl.load(value_scales + slot + slots, mask=inside, other=0.0) * E4M3_MAX
-            weights *= factors[None, :]
+            factors = tl.load(value_scales + slot + slots, mask=is_token, other=0.0) * E4M3_MAX
+            weights *= factors[:, None]
         weights = weights.to(q.dtype)
-        sums *= shrink[:, None]
+        sums *= shrink[None, :]
         if PAIRS:
             v_even, v_odd = _unpacked(v)
-            odd_sums *= shrink[:, None]
-            sums = tl.dot(weights, v_even, acc=sums)
-            odd_sums = tl.dot(weights, v_odd, acc=odd_sums)
+            odd_sums *= shrink[None, :]
+            sums = tl.dot(tl.trans(v_even), weights, acc=sums)
+            odd_sums = tl.dot(tl.trans(v_odd), weights, acc=odd_sums)
         else:
-            sums += tl.dot(weights, v.to(q.dtype), input_precision="ieee")
+            values_of = tl.trans(v.to(q.dtype))
+            sums = tl.dot(values_of, weights, acc=sums, input_precision="ieee")
         largest = new_largest
     return largest, total, sums, odd_sums
 
@@ -328,6 +327,7 @@ def _attend_shared(
     PADDED: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    STEP: tl.constexpr,
     SPLITS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
@@ -343,12 +343,8 @@ def _attend_shared(
             row = tl.load(members + lanes // GROUP, mask=lanes < ROWS * GROUP, other=-1)
             is_query = row >= 0
             row_head = row.to(tl.int64) * NUM_HEADS + head * GROUP + lanes % GROUP
-            inside = is_query[:, None]
-            q, q_odd = _load_dims(query + row_head[:, None] * D, inside, D, PAIRS)
-            if key_scales is not None:
-                q = q.to(tl.float16)
-            if PAIRS:
-                q_odd = q_odd.to(tl.float16)
+            inside = is_query[None, :]
+            q, q_odd = _load_dims(query + row_head[None, :] * D, inside, D, PAIRS)
             sums, odd_sums = _no_sums(PADDED, D, PAIRS)
             largest, total, sums, odd_sums = _attend_to_pages(
                 q,
@@ -370,10 +366,11 @@ def _attend_shared(
                 NUM_KV,
                 D,
                 PAGE,
+                STEP,
                 PAIRS,
             )
             part = row_head * SPLITS + split
-            _store_dims(parts + part[:, None] * D, sums, odd_sums, inside, D, PAIRS)
+            _store_dims(parts + part[None, :] * D, sums, odd_sums, inside, D, PAIRS)
             tl.store(part_max + part, largest, mask=is_query)
             tl.store(part_total + part, total, mask=is_query)
 
@@ -402,6 +399,7 @@ def _attend(
     PADDED: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    STEP: tl.constexpr,
     SPLITS: tl.constexpr,
     SHARED_SPLITS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -412,13 +410,9 @@ def _attend(
     num_pages = (length + PAGE - 1) // PAGE
     group = tl.arange(0, PADDED)
     is_head = group < GROUP
-    inside = is_head[:, None]
+    inside = is_head[None, :]
     row_head = row * NUM_HEADS + head * GROUP + group
-    q, q_odd = _load_dims(query + row_head[:, None] * D, inside, D, PAIRS)
-    if key_scales is not None:
-        q = q.to(tl.float16)
-    if PAIRS:
-        q_odd = q_odd.to(tl.float16)
+    q, q_odd = _load_dims(query + row_head[None, :] * D, inside, D, PAIRS)
     largest = tl.full([PADDED], -float("inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     sums, odd_sums = _no_sums(PADDED, D, PAIRS)
@@ -433,11 +427,11 @@ def _attend(
             new_largest = tl.maximum(largest, found)
             shrink, factor = tl.exp(largest - new_largest), tl.exp(found - new_largest)
             found_total = tl.load(shared_total + part, mask=is_head, other=0.0)
-            found_sums, found_odd = _load_dims(shared + part[:, None] * D, inside, D, PAIRS)
+            found_sums, found_odd = _load_dims(shared + part[None, :] * D, inside, D, PAIRS)
             total = total * shrink + found_total * factor
-            sums = sums * shrink[:, None] + found_sums * factor[:, None]
+            sums = sums * shrink[None, :] + found_sums * factor[None, :]
             if PAIRS:
-                odd_sums = odd_sums * shrink[:, None] + found_odd * factor[:, None]
+                odd_sums = odd_sums * shrink[None, :] + found_odd * factor[None, :]
             largest = new_largest
     pages_each = (num_pages - num_shared + SPLITS - 1) // SPLITS
     begin = num_shared + split * pages_each
@@ -461,19 +455,20 @@ def _attend(
         NUM_KV,
         D,
         PAGE,
+        STEP,
         PAIRS,
     )
-    factor = tl.full([PADDED, 1], 1.0, tl.float32)
+    factor = tl.full([1, PADDED], 1.0, tl.float32)
     if value_scales is not None:
         factor /= E4M3_MAX
     if SPLITS == 1:
-        factor /= total[:, None]
+        factor /= total[None, :]
         part = row_head
     else:
         part = row_head * SPLITS + split
         tl.store(part_max + part, largest, mask=is_head)
         tl.store(part_total + part, total, mask=is_head)
-    _store_dims(out + part[:, None] * D, sums * factor, odd_sums * factor, inside, D, PAIRS)
+    _store_dims(out + part[None, :] * D, sums * factor, odd_sums * factor, inside, D, PAIRS)
 
 
 @triton.jit
@@ -529,9 +524,10 @@ def attend(
             scale,
             ROWS=rows,
             PADDED=_padded(rows * group),
+            STEP=page,
             SPLITS=shared_splits,
             **sizes,
-            num_warps=4,
+            num_warps=2,
             num_stages=3,
         )
     splits = splits_for(num_rows, num_kv, num_processors)
@@ -548,8 +544,10 @@ def attend(
         PADDED=_padded(group),
         SPLITS=splits,
         SHARED_SPLITS=shared_splits,
+        # FP8 takes more instructions than memory: short steps have room for more programs
+        STEP=page // 2 if pages.is_fp8 else page,
         **sizes,
-        num_warps=2,
+        num_warps=1 if pages.is_fp8 else 2,
         num_stages=3,
     )
     if splits > 1:
@@ -567,12 +565,7 @@ def _parts_of(query: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _padded(num_queries: int) -> int:
-    return max(SMALLEST_DOT, triton.next_power_of_2(num_queries))
-
-
-def rows_per_tile(group: int) -> int:
-    """Return how many rows with `group` queries for each key head a tile has."""
-    return max(TILE_QUERIES // group, 1)
+    return max(FEWEST_COLUMNS, triton.next_power_of_2(num_queries))
 
 
 def splits_for(num_rows: int, num_kv: int, num_processors: int) -> int:

@@ -1,25 +1,45 @@
 """Which rows of a batch begin with the same pages, told to the attention kernels."""
 
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trustbatch.rollout.native.attention_kernels import SharedPages, rows_per_tile
 from trustbatch.rollout.native.cache import Heads
 
+TILE_QUERIES = 16
+"""queries that a kernel has for shared pages, of all rows of a tile; more if one row has more"""
 LEAST_SAVED = 32 * 2**20
 """bytes of a layer's keys and values that must be read once less for a kernel of its own to pay"""
+LEAST_SHARE = 0.5
+"""of all pages that must be read once less: the GPU's own cache serves rows that run side by side,
+at about twice the speed of its memory"""
+OWN_PAGES = 4
+"""pages beside the prompt's that a row is expected to have"""
+
+
+class SharedPages(NamedTuple):
+    """Tiles of rows that begin with the same pages; tensors that never move."""
+
+    num_tiles: Tensor
+    """[1]"""
+    tile_rows: Tensor
+    """[tiles, rows per tile], -1 where a tile has fewer"""
+    tile_pages: Tensor
+    """[tiles], how many pages its rows share"""
+    row_pages: Tensor
+    """[rows], the same for each row; 0 for rows of no tile"""
 
 
 class PromptTiles:
-    """Tiles of up to `rows_per_tile` adjacent rows of one prompt, in one tensor that never moves."""
+    """Tiles of a few adjacent rows of one prompt, in one tensor."""
 
-    def __init__(self, heads: Heads, *, page_bytes: int, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, heads: Heads, *, page_bytes: int, max_rows: int, device: torch.device
+    ) -> None:
         self.page_bytes = page_bytes
-        self.size = rows_per_tile(heads.num_query // heads.num_kv)
-        self.least_saved = LEAST_SAVED
-        self.max_rows = max_rows
+        self.size = max(TILE_QUERIES // (heads.num_query // heads.num_kv), 1)
         max_tiles = max(max_rows // 2, 1)
         self._sizes = [1, max_tiles * self.size, max_tiles, max_rows]
         self._tensor = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
@@ -38,7 +58,8 @@ class PromptTiles:
                 if len(tile) > 1 and num_pages:
                     tiles.append((tile, num_pages))
         saved = sum((len(tile) - 1) * num_pages for tile, num_pages in tiles)
-        if not tiles or saved * self.page_bytes < self.least_saved:
+        num_read = sum(num_pages + OWN_PAGES for _, num_pages in prompts)
+        if saved * self.page_bytes < LEAST_SAVED or saved < LEAST_SHARE * num_read:
             self.shared = None
             return
         self._tensor.copy_(self._on_host(tiles), non_blocking=True)
@@ -46,13 +67,11 @@ class PromptTiles:
 
     def _on_host(self, tiles: list[tuple[list[int], int]]) -> Tensor:
         numbers = torch.zeros(sum(self._sizes), dtype=torch.int32)
-        num_tiles, rows, pages, row_pages = numbers.split(self._sizes)
+        num_tiles, tile_rows, tile_pages, row_pages = numbers.split(self._sizes)
         num_tiles[0] = len(tiles)
-        padded = [tile + [-1] * (self.size - len(tile)) for tile, _ in tiles]
-        rows.view(-1, self.size)[: len(tiles)] = torch.tensor(padded)
-        pages[: len(tiles)] = torch.tensor([num_pages for _, num_pages in tiles])
-        members = [row for tile, _ in tiles for row in tile]
-        row_pages[members] = torch.tensor(
-            [num_pages for tile, num_pages in tiles for _ in tile], dtype=torch.int32
-        )
+        for number, (members, num_pages) in enumerate(tiles):
+            padded = members + [-1] * (self.size - len(members))
+            tile_rows[number * self.size : (number + 1) * self.size] = torch.tensor(padded)
+            tile_pages[number] = num_pages
+            row_pages[members] = num_pages
         return numbers.pin_memory() if self._tensor.is_cuda else numbers
