@@ -100,26 +100,29 @@ def test_an_environments_tokens_are_input_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "response", "samples", "shared"),
+    ("prompt", "response", "samples", "by"),
     [
-        (6, 4, 8, True),
-        (6, 64, 8, False),  # nothing to save
-        (6, 4, 1, False),
-        (500, 500, 8, True),
-        (700, 700, 8, False),  # too long for an explicit mask
+        (6, 4, 8, ["tables", "copies"]),
+        (6, 64, 8, ["copies"]),  # 7 x 6 of 552 tokens: 7.6%
+        (6, 128, 8, []),  # 4%
+        (6, 4, 1, []),
+        (500, 500, 8, ["tables", "copies"]),
+        (700, 700, 8, ["copies"]),  # too long for an explicit mask
     ],
 )
 def test_prompts_are_shared_where_that_pays(
-    prompt: int, response: int, samples: int, shared: bool
+    prompt: int, response: int, samples: int, by: list[str]
 ) -> None:
     sequences = [
         make_sequence([number] * prompt, [1] * response, 0.0)
         for number in range(2)
         for _ in range(samples)
     ]
-    for share in (True, False):
-        (batch,) = batches_of(sequences, share=share, max_tokens=10**9)
-        computed = samples * (response - 1) + prompt * (1 if shared and share else samples)
+    for how in ("no", "tables", "copies"):
+        (batch,) = batches_of(
+            sequences, share=how != "no", copies_prompts=how == "copies", max_tokens=10**9
+        )
+        computed = samples * (response - 1) + prompt * (1 if how in by else samples)
         assert len(batch.input_ids) == 2 * computed
 
 

@@ -105,7 +105,8 @@ def pack(policy: Policy, sequences: list[TrainSequence]) -> MicroBatch:
         max_tokens=10**6,
         pad_token_id=0,
         packs=policy.packs,
-        may_share_prompts=policy.shares_prompts,
+        may_share_prompts=True,
+        copies_prompts=policy.copies_prompts,
     )
     return batch.to(policy.device)
 

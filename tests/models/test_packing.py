@@ -24,6 +24,7 @@ from transformers import (
 
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.models.packing import layout as layout_module
+from trustbatch.models.packing.attention import _ToCopies
 from trustbatch.models.packing.layout import PackedLayout, Segment
 from trustbatch.models.packing.probe import has_plain_head
 from trustbatch.models.policy import Policy
@@ -104,14 +105,15 @@ def by_sequence(batches: list[MicroBatch], logps: list[Tensor]) -> dict[float, T
 
 
 def pack(
-    policy: Policy, sequences: list[TrainSequence], *, share: bool, max_tokens: int = 10**6
+    policy: Policy, sequences: list[TrainSequence], *, share: str, max_tokens: int = 10**6
 ) -> list[MicroBatch]:
     return micro_batches(
         sequences,
         max_tokens=max_tokens,
         pad_token_id=0,
         packs=policy.packs,
-        may_share_prompts=share and policy.shares_prompts,
+        may_share_prompts=share != "no",
+        copies_prompts=share == "copies",
     )
 
 
@@ -149,10 +151,10 @@ def test_a_cap_is_noticed_where_logits_are_small() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [10**6, 30, 1])
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("share", ["no", "tables", "copies"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
-    name: str, share: bool, max_tokens: int, sequences: list[TrainSequence]
+    name: str, share: str, max_tokens: int, sequences: list[TrainSequence]
 ) -> None:
     policy = make_policy(name)
     expected = {s.advantage: alone(policy, s) for s in sequences}
@@ -168,9 +170,9 @@ def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
     assert float(difference.norm() / expected_gradient.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("share", ["no", "tables", "copies"])
 @pytest.mark.parametrize("name", PACKS)
-def test_no_sequence_sees_another(name: str, share: bool, sequences: list[TrainSequence]) -> None:
+def test_no_sequence_sees_another(name: str, share: str, sequences: list[TrainSequence]) -> None:
     policy = make_policy(name)
     changed = list(sequences)
     response = [token % 14 + 2 for token in sequences[1].completion.token_ids.tolist()]
@@ -193,7 +195,7 @@ def test_rows_of_very_unequal_length_get_tables_of_their_own(
     found = []
     for worth in (2**18, 1):
         monkeypatch.setattr(layout_module, "MIN_SAVED_SCORES", worth)
-        (batch,) = pack(policy, sequences, share=True)
+        (batch,) = pack(policy, sequences, share="tables")
         assert batch.packed is not None
         found.append((batch, len(batch.packed.tables)))
     (one, few), (other, many) = found
@@ -213,6 +215,27 @@ def test_a_response_is_computed_behind_its_prompt() -> None:
     assert plain.longest == 3
     # no copy where all segments have one length
     assert PackedLayout.of([Segment(3), Segment(3)]).padded is None
+
+
+def test_copies_make_whole_sequences_of_shared_prompts() -> None:
+    layout = PackedLayout.of([Segment(2), Segment(3, (2, 0, 1))], copies_prompts=True)
+    assert layout.position_ids.tolist() == [0, 1, 0, 1, 2, 3, 4, 3]
+    copies = layout.copies
+    assert copies is not None
+    assert copies.layout.starts is not None
+    assert copies.layout.starts.tolist() == [0, 2, 7, 10, 14]
+    assert copies.token.tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 2, 3, 4, 7]
+    assert copies.own.tolist() == [0, 1, 2, 3, 4, 5, 6, 13]
+    assert PackedLayout.of([Segment(2), Segment(3)], copies_prompts=True).copies is None
+
+
+def test_gradients_of_the_copies_of_a_prompt_are_added_without_rounding() -> None:
+    copies = PackedLayout.of([Segment(1, (0,) * 300)], copies_prompts=True).copies
+    assert copies is not None
+    one = torch.ones(1, 2, 4, dtype=torch.bfloat16, requires_grad=True)
+    _ToCopies.apply(one, copies).sum().backward()  # type: ignore[attr-defined]
+    assert one.grad is not None
+    assert one.grad.unique().tolist() == [300.0]  # in bfloat16, 256 + 1 is 256
 
 
 def test_a_micro_batch_without_a_sequence_has_no_tokens_but_a_gradient() -> None:
@@ -243,7 +266,7 @@ def test_gradient_checkpointing_computes_the_same(sequences: list[TrainSequence]
         if checkpointed:
             policy.model.gradient_checkpointing_enable()
             policy.model.train()  # transformers checkpoints in training mode only
-        (batch,) = pack(policy, sequences, share=True)
+        (batch,) = pack(policy, sequences, share="tables")
         logp = token_logprobs(policy, batch, temperature=1.0).logp
         found.append(gradient(policy, loss_of(by_sequence([batch], [logp]))))
     torch.testing.assert_close(*found)
@@ -251,7 +274,11 @@ def test_gradient_checkpointing_computes_the_same(sequences: list[TrainSequence]
 
 def test_a_compiled_layer_computes_the_same(sequences: list[TrainSequence]) -> None:
     policy = make_policy("qwen3")
-    batches = [*pack(policy, sequences, share=True), *pack(policy, sequences, share=False)]
+    batches = [
+        batch
+        for share in ("tables", "copies", "no")
+        for batch in pack(policy, sequences, share=share)
+    ]
     found = []
     for compiled in (False, True):
         if compiled:

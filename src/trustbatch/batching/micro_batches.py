@@ -89,6 +89,7 @@ def micro_batches(
     pad_token_id: int,
     packs: bool,
     may_share_prompts: bool = False,
+    copies_prompts: bool = False,
     rank: int = 0,
     num_ranks: int = 1,
 ) -> list[MicroBatch]:
@@ -96,12 +97,16 @@ def micro_batches(
 
     A batch computes at most `max_tokens` tokens, or one longer sequence. All ranks get the same
     number of batches; a batch without a sequence has one input token, which predicts nothing.
+    Where prompts are shared, attention sees copies of them, or tables (see `PackedLayout`).
     """
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
     # no group or padded bin may be so large that a rank is left without any
     share = max(min(max_tokens, -(-num_tokens // num_ranks)), 1)
     groups = group_by_prompt(
-        sequences, may_share_prompts=packs and may_share_prompts, max_tokens=share
+        sequences,
+        may_share_prompts=packs and may_share_prompts,
+        copies_prompts=copies_prompts,
+        max_tokens=share,
     )
     if packs:
         bins = packed_bins(groups, max_tokens=max_tokens, num_ranks=num_ranks)
@@ -113,7 +118,10 @@ def micro_batches(
     sources = {source: number for number, source in enumerate(_sources(sequences))}
     has_anchor = any(sequence.completion.anchor_logp is not None for sequence in sequences)
     pad = pad_token_id if not packs else None
-    return [_build(each, pad, sources, top=top, has_anchor=has_anchor) for each in own]
+    return [
+        _build(each, pad, sources, top=top, has_anchor=has_anchor, copies_prompts=copies_prompts)
+        for each in own
+    ]
 
 
 def _top_width(sequence: TrainSequence) -> int | None:
@@ -128,6 +136,7 @@ def _build(
     *,
     top: int | None,
     has_anchor: bool,
+    copies_prompts: bool,
 ) -> MicroBatch:
     """Build the micro-batch of a bin; rows are padded where there is a `pad_token_id`.
 
@@ -139,7 +148,8 @@ def _build(
     if pad_token_id is None:
         inputs = [part for group in groups for part in _inputs(group)]
         input_ids = torch.cat(inputs) if inputs else torch.zeros(1, dtype=torch.int64)
-        packed = PackedLayout.of([group.segment for group in groups] or [Segment(1)])
+        segments = [group.segment for group in groups] or [Segment(1)]
+        packed = PackedLayout.of(segments, copies_prompts=copies_prompts)
         starts = _starts([group.num_tokens for group in groups])
     else:
         rows = [torch.cat(_inputs(group)) for group in groups] or [torch.tensor([pad_token_id])]

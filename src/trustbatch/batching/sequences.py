@@ -13,8 +13,11 @@ from trustbatch.types import RolloutGroup, TrainSequence
 
 MAX_REMAINING_FRACTION = 0.9
 """a prompt is shared if at most this fraction of the group's tokens is left to compute"""
+MAX_REMAINING_WITH_COPIES = 0.95
+"""likewise where attention copies prompts, which takes a few hundredths of the time"""
 MAX_SHARED_LENGTH = 1024
-"""longer sequences share no prompt, since sharing needs an explicit [response, sequence] mask"""
+"""longer sequences share no prompt, since sharing needs an explicit [response, sequence] mask, but
+for copies"""
 ATTENTION_PARITY_LENGTH = 16384
 """sequence length at which attention costs as much as all else: about 12 times the hidden size"""
 
@@ -84,7 +87,11 @@ class SharedPromptGroup:
 
 
 def group_by_prompt(
-    sequences: Sequence[TrainSequence], *, may_share_prompts: bool, max_tokens: int
+    sequences: Sequence[TrainSequence],
+    *,
+    may_share_prompts: bool,
+    copies_prompts: bool = False,
+    max_tokens: int,
 ) -> list[SharedPromptGroup]:
     """Form groups of at most `max_tokens`, longest first; a sequence is never split."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
@@ -94,7 +101,8 @@ def group_by_prompt(
     groups = []
     for indices in by_prompt.values():
         samples = [sequences[index] for index in indices]
-        sizes = _split_sizes(samples, max_tokens) if _sharing_pays(samples) else [1] * len(samples)
+        pays = _sharing_pays(samples, copies_prompts)
+        sizes = _split_sizes(samples, max_tokens) if pays else [1] * len(samples)
         start = 0
         for size in sizes:
             part = slice(start, start + size)
@@ -104,12 +112,14 @@ def group_by_prompt(
     return sorted(groups, key=lambda group: -group.num_tokens)
 
 
-def _sharing_pays(samples: Sequence[TrainSequence]) -> bool:
-    if max(sequence.num_tokens for sequence in samples) > MAX_SHARED_LENGTH:
+def _sharing_pays(samples: Sequence[TrainSequence], copies_prompts: bool) -> bool:
+    longest = max(sequence.num_tokens for sequence in samples)
+    if longest > MAX_SHARED_LENGTH and not copies_prompts:
         return False
+    remaining = MAX_REMAINING_WITH_COPIES if copies_prompts else MAX_REMAINING_FRACTION
     alone = sum(sequence.num_tokens for sequence in samples)
     saved = (len(samples) - 1) * len(samples[0].prompt_token_ids)
-    return alone - saved <= MAX_REMAINING_FRACTION * alone
+    return alone - saved <= remaining * alone
 
 
 def _split_sizes(samples: Sequence[TrainSequence], max_tokens: int) -> list[int]:

@@ -124,7 +124,8 @@ def logit_rows(policy: Policy, tokens: ExaminedTokens, layout: Layout) -> Iterat
         max_tokens=layout.max_tokens,
         pad_token_id=policy.pad_token_id,
         packs=policy.packs,
-        may_share_prompts=layout.share_prompts and policy.shares_prompts,
+        may_share_prompts=layout.share_prompts,
+        copies_prompts=policy.copies_prompts,
     ):
         batch = batch.to(policy.device)
         logits = response_logits(policy, batch)  # [T, V]

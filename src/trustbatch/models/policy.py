@@ -160,9 +160,9 @@ class Policy:
             return self.model(**_inputs(input_ids, None), logits_to_keep=num_last).logits
 
     @property
-    def shares_prompts(self) -> bool:
-        """Whether packed responses may share their prompt; GPU kernels do not support it."""
-        return self.packs and self.device.type == "cpu"
+    def copies_prompts(self) -> bool:
+        """Whether attention to a shared prompt is to copies of it, which GPU kernels need."""
+        return self.device.type != "cpu"
 
     @property
     def head(self) -> nn.Linear | None:

@@ -70,9 +70,6 @@ class Trainer:
             offload=config.optimizer_offload,
         )
         self._packs = all(each.packs for each in policies)
-        self._may_share_prompts = config.share_prompts and all(
-            each.shares_prompts for each in policies
-        )
         self.num_optimizer_steps = 0
         self.num_consecutive_skips = 0
 
@@ -167,7 +164,8 @@ class Trainer:
             max_tokens=self.config.micro_batch_tokens,
             pad_token_id=self.policy.pad_token_id,
             packs=self._packs,
-            may_share_prompts=self._may_share_prompts,
+            may_share_prompts=self.config.share_prompts,
+            copies_prompts=self.policy.copies_prompts,
             rank=this_rank(),
             num_ranks=num_ranks(),
         )

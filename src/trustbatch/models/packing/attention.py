@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trustbatch.models.packing.layout import PackedLayout, Table
+from trustbatch.models.packing.layout import PackedLayout, PromptCopies, Table
 
 NAME = "trustbatch_packed"
 REPLACES = "sdpa"
@@ -86,13 +86,33 @@ def _attend(
     window: int | None,
 ) -> Tensor:
     """Return [N, Hq, D]."""
+    if packed.copies is not None:
+        return _attend_to_copies(query, key, value, packed.copies, scaling, window)
     if window is not None and window >= packed.longest:
         window = None
     is_even = packed.padded is None and window is None
     if _fits_flash_attention(query, value, packed) and not is_even:
         return _attend_on_gpu(query, key, value, packed, scaling, window)
-    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     return _attend_in_tables(query, key, value, packed, scaling, window)
+
+
+def _attend_to_copies(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    copies: PromptCopies,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return [N, Hq, D] from attention within whole sequences."""
+    query, key, value = (
+        _ToCopies.apply(part.squeeze(0).transpose(0, 1), copies).transpose(0, 1)[None]  # type: ignore[attr-defined]
+        for part in (query, key, value)
+    )
+    attended = _attend(query, key, value, copies.layout, scaling, window)
+    # what the further copies of a prompt see is the same, and goes nowhere
+    return _FromSlots.apply(attended, copies.own)  # type: ignore[return-value]
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -130,12 +150,12 @@ def _attend_on_gpu(
         parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
         with sdpa_kernel(_BY_SPEED, set_priority=True):
             attended = [_attend_alone(q, k, v, scaling) for q, k, v in parts]
-        return torch.cat(attended, dim=2)[0].transpose(0, 1)
+        return torch.cat(attended, dim=2).squeeze(0).transpose(0, 1)
     assert packed.starts is not None
     attended = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
         packed.starts,
         packed.starts,
         packed.longest,
@@ -233,6 +253,27 @@ class _ToSlots(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (slot,) = ctx.saved_tensors
         return gradients[0].index_select(0, slot), None, None
+
+
+class _ToCopies(torch.autograd.Function):
+    """Copy tokens to their places in whole sequences; a prompt's gradients are added in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, copies: PromptCopies) -> Tensor:
+        ctx.copies = copies
+        return tokens.index_select(0, copies.token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,), copies = gradients, ctx.copies
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        of_prompts = gradient.new_zeros(
+            len(copies.prompt_tokens), *gradient.shape[1:], dtype=dtype
+        ).index_add_(
+            0, copies.prompt_numbers, gradient.index_select(0, copies.prompt_places).to(dtype)
+        )
+        own = gradient.index_select(0, copies.own)
+        return own.index_copy_(0, copies.prompt_tokens, of_prompts.to(gradient.dtype)), None
 
 
 class _FromSlots(torch.autograd.Function):

@@ -3,7 +3,8 @@
 Tokens come in *segments*. A segment is one sequence, or a prompt followed by several responses that
 share it: each response attends to the prompt and to itself, and its positions continue those of the
 prompt. Only attention uses the layout: as rows of *tables*, which are padded inside attention and
-nowhere else, or, where every segment is one sequence, as the starts of the sequences.
+nowhere else, or, where every segment is one sequence, as the starts of the sequences. GPU kernels
+know no shared prompts: for them, attention makes *copies* of prompts and sees whole sequences.
 """
 
 from collections.abc import Sequence
@@ -94,6 +95,57 @@ class Table(_OnDevice):
         return self.mask & (distance < window)[:, None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptCopies(_OnDevice):
+    """Whole sequences, each with a copy of its prompt, made of N tokens that share prompts."""
+
+    layout: "PackedLayout"
+    """of the sequences"""
+    token: Tensor
+    """[M] the token in each place of the sequences"""
+    own: Tensor
+    """[N] the place of each token; of a prompt's, in the first of its sequences"""
+    prompt_places: Tensor
+    """[R] all places of prompts' tokens"""
+    prompt_numbers: Tensor
+    """[R] which of the P prompts' tokens it is"""
+    prompt_tokens: Tensor
+    """[P] those tokens"""
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> "PromptCopies":
+        """Build the sequences of segments in the given order."""
+        begins: list[int] = []
+        lengths: list[int] = []
+        is_first_copy: list[bool] = []
+        sequences: list[Segment] = []
+        start = 0
+        for segment in segments:
+            response = start + segment.prompt
+            for number, length in enumerate(segment.responses or (0,)):
+                begins += [start, response]
+                lengths += [segment.prompt, length]
+                is_first_copy += [number == 0, True]
+                sequences.append(Segment(segment.prompt + length))
+                response += length
+            start = response
+        token = ranges(begins, lengths)
+        part = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        is_prompt = part % 2 == 0
+        first_places = torch.tensor(is_first_copy)[part].nonzero()[:, 0]
+        own = torch.empty_like(first_places)
+        own[token[first_places]] = first_places
+        prompt_tokens, numbers = token[is_prompt].unique(return_inverse=True)
+        return cls(
+            layout=PackedLayout.of(sequences),
+            token=token,
+            own=own,
+            prompt_places=is_prompt.nonzero()[:, 0],
+            prompt_numbers=numbers,
+            prompt_tokens=prompt_tokens,
+        )
+
+
 # not frozen: torch.compile specializes on frozen dataclasses, and would recompile per layout
 @dataclass(kw_only=True)
 class PackedLayout(_OnDevice):
@@ -112,10 +164,14 @@ class PackedLayout(_OnDevice):
     """[M] the token in each slot of all tables; None where a view of the tokens is the table"""
     slot: Tensor | None
     """[N] the slot of each token"""
+    copies: PromptCopies | None = None
+    """instead of tables, where prompts are shared and attention copies them"""
 
     @classmethod
-    def of(cls, segments: Sequence[Segment]) -> "PackedLayout":
+    def of(cls, segments: Sequence[Segment], *, copies_prompts: bool = False) -> "PackedLayout":
         """Build the layout of segments in the given order."""
+        if copies_prompts and any(segment.responses for segment in segments):
+            return cls._of_copies(segments)
         begins = [0]
         for segment in segments:
             begins.append(begins[-1] + segment.num_tokens)
@@ -131,6 +187,20 @@ class PackedLayout(_OnDevice):
             tables=tables,
             padded=None if is_view else index,
             slot=None if is_view else slot,
+        )
+
+    @classmethod
+    def _of_copies(cls, segments: Sequence[Segment]) -> "PackedLayout":
+        copies = PromptCopies.of(segments)
+        return cls(
+            position_ids=_positions(segments),
+            starts=None,
+            longest=copies.layout.longest,
+            separate=None,
+            tables=(),
+            padded=None,
+            slot=None,
+            copies=copies,
         )
 
 
