@@ -2,6 +2,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -377,6 +378,30 @@ def test_a_full_cache_sends_rows_back_and_they_sample_the_same(
         engine.generate(requests)
     monkeypatch.undo()
     assert tokens(engine.generate(requests)) == tokens(expected)
+
+
+def test_prompts_without_room_are_computed_in_smaller_groups(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = make_requests(policy, num_samples=4, max_tokens=20)
+    expected = NativeEngine(policy, seed=0).generate(requests)
+    engine = NativeEngine(policy, seed=0, max_sequences=12)
+    decoder = engine._batch.decoder
+    assert isinstance(decoder, LlamaDecoder)
+    layers = decoder._layers
+    sizes = []
+
+    def short_of_memory(token_ids: torch.Tensor, attend: Any) -> Any:
+        sizes.append(len(token_ids))
+        if len(sizes) in (1, 2, 9):
+            raise torch.OutOfMemoryError
+        return layers(token_ids, attend)
+
+    monkeypatch.setattr(decoder, "_layers", short_of_memory)
+    monkeypatch.setattr(engine._batch, "num_steps", 1)
+    assert tokens(engine.generate(requests)) == tokens(expected)
+    # three prompts of 6, 2 and 6 tokens with all their samples, the first, and that with half
+    assert sizes[:3] == [14, 6, 6]
 
 
 def test_rows_that_had_to_leave_are_not_sampled_again(

@@ -66,6 +66,16 @@ def test_a_pool_takes_what_there_is_and_no_more() -> None:
     assert cache.room.most_rows == 2
 
 
+def test_prompts_that_are_given_up_leave_their_pages() -> None:
+    cache = make_cache(10 * (2 * LAYERS + 1) * IN_LAYER)
+    cache.add_prompts([3 * PAGE, 5], [1, 2])
+    cache.drop_prompts()
+    cache.add_prompts([5 * PAGE], [4])
+    cache.finish_prompts()
+    assert cache.num_pages == 10
+    assert len({page for row in cache.rows for page in row}) == 5
+
+
 def test_few_prompts_at_a_time_where_memory_is_short(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,12 +84,12 @@ def test_few_prompts_at_a_time_where_memory_is_short(
     each = Workspace(architecture, torch.device("cuda"))
     # width 128: residual twice in float32, two in bfloat16; MLP 256: gate, up and their product
     assert each.per_token == 128 * (4 + 4 + 2 + 2) + 256 * 3 * 2
-    assert each.num_bytes(10) == 16384 * each.per_token + 10 * 4 * 4 * 16
+    assert each.num_bytes(10) == 16384 * each.per_token + 10 * 4 * 4 * 16 + 2**28
     free = 8 * 4000 * each.per_token
     monkeypatch.setattr(workspace, "free_memory", lambda _: free)
     each.fit()
     assert each.prefill_tokens == 4000
-    assert each.room_for_cache(0) == 7 * 4000 * each.per_token
+    assert each.room_for_cache(0) == 7 * 4000 * each.per_token - 2**28
     free = 8
     each.fit()
     assert each.prefill_tokens == 2048

@@ -12,7 +12,7 @@ from torch.nn import functional
 from trustbatch.errors import ConfigError
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.architecture import Architecture
-from trustbatch.rollout.native.cache import Cache, HeadNorms
+from trustbatch.rollout.native.cache import Cache, CacheFullError, HeadNorms
 from trustbatch.rollout.native.dense_cache import DenseCache
 from trustbatch.rollout.native.linear import Linear, build_linear
 from trustbatch.rollout.native.packed_prompts import pack_prompts
@@ -171,9 +171,14 @@ class LlamaDecoder:
             )
             return out.transpose(1, 2).flatten(0, 1)[packed.token_of_row].flatten(1)
 
-        residual, delta = self._layers(packed.token_ids, attend)
+        try:
+            residual, delta = self._layers(packed.token_ids, attend)
+            logits = self._logits(residual[packed.last_rows], delta[packed.last_rows])
+        except torch.OutOfMemoryError as error:
+            self.cache.drop_prompts()
+            raise CacheFullError from error
         self.cache.finish_prompts()
-        return self._logits(residual[packed.last_rows], delta[packed.last_rows])
+        return logits
 
     def reserve(self, num_steps: int) -> None:
         """Reserve memory for `num_steps` more tokens in every row."""

@@ -75,7 +75,7 @@ class NativeEngine:
         adapters = self.policy.adapters
         if adapters is None or adapters.published_alone:  # else it has the trainer's own adapters
             model = self.policy.model
-            own = dict(model.named_parameters())
+            own = {name: each.detach() for name, each in model.named_parameters()}
             quantized = {f"{name}.weight" for name in quantized_layers(model)}  # frozen
             for name, tensor in weights:
                 if name not in quantized and own[name].data_ptr() != tensor.data_ptr():
@@ -335,7 +335,7 @@ def _halved(groups: list[list[Row]]) -> list[list[Row]]:
 def _no_memory() -> EngineError:
     return EngineError(
         "The GPU has no memory left for the keys and values of a single sequence: lower "
-        "rollout.max_tokens or training.micro_batch_tokens."
+        "rollout.max_tokens, or follow the advice of --dry-run."
     )
 
 

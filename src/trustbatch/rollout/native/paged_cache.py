@@ -145,6 +145,12 @@ class PagedCache:
         part = functional.pad(part, (0, 0, 0, -part.shape[2] % PAGE))
         pool[self._new_table] = part.unflatten(2, (-1, PAGE)).transpose(1, 2)
 
+    def drop_prompts(self) -> None:
+        """Free the pages of the prompts added last."""
+        for page in chain(*self._new.pages):
+            self._holders[page] = 0
+            self._free.append(page)
+
     def finish_prompts(self) -> None:
         """Add the rows of each prompt: full pages are shared, a partly filled one is copied."""
         sources, targets = [], []

@@ -13,6 +13,8 @@ MIN_PREFILL_TOKENS = 2048
 PREFILL_SHARE = 1 / 8
 """of the free memory that a forward pass over prompts may take"""
 FLOAT32, ROUNDED = 4, 2
+MARGIN = 2**28
+"""bytes that CUDA graphs keep, and that the allocator can't use"""
 LOGIT_COPIES = 4
 """in float32, while tokens are sampled from them"""
 
@@ -42,7 +44,7 @@ class Workspace:
 
     def num_bytes(self, num_rows: int) -> float:
         """Return the bytes that a pass over prompts and a step of that many rows need."""
-        return self.prefill_tokens * self.per_token + num_rows * self.per_row
+        return self.prefill_tokens * self.per_token + num_rows * self.per_row + MARGIN
 
     def room_for_cache(self, num_rows: int) -> float:
         """Return the bytes by which the cache may grow."""
