@@ -17,13 +17,15 @@ from trustbatch.cli import main
 from trustbatch.config import Config, parse_config
 from trustbatch.config.cluster import ClusterConfig
 from trustbatch.errors import ConfigError, OutOfMemoryError
+from trustbatch.models.config import LoraConfig
 from trustbatch.plan import Estimator, Lora, Setting, describe_plan, estimate_memory
-from trustbatch.plan.advice import advise
+from trustbatch.plan.advice import _changes, advise
 from trustbatch.plan.hardware import Hardware, find_hardware
 from trustbatch.plan.memory import GIB
 from trustbatch.plan.outline import ModelOutline, measure_activations
 from trustbatch.plan.token_counts import cached_tokens
 from trustbatch.tasks import build_task
+from trustbatch.training.layers import recompute_layers
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import Prompt
 from trustbatch.utils.system_errors import is_shortage
@@ -100,18 +102,22 @@ def test_float32_has_no_rounded_weights(tiny_folder: Path) -> None:
     assert measured.layer > 7992  # of bfloat16
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("checkpointing", "lora"), [(False, None), (True, None), (False, {}), (False, {"rank": 4})]
+)
 def test_the_estimate_is_what_autograd_saves_in_a_real_step(
-    tiny_folder: Path, checkpointing: bool
+    tiny_folder: Path, checkpointing: bool, lora: dict[str, int] | None
 ) -> None:
     """On the whole model: the peak of saved bytes with the layers measured one by one."""
     from trustbatch.models.packing.layout import PackedLayout, Segment
     from trustbatch.models.policy import Policy
 
     policy = Policy.load(str(tiny_folder), device="cpu", precision="bfloat16")
+    if lora is not None:
+        pytest.importorskip("peft")
+        policy.add_adapters(LoraConfig(**lora), seed=0)
     if checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-        policy.model.train()
+        recompute_layers(policy.model)
     num_tokens = 4 * 100
     saved: dict[int, torch.Tensor] = {}
     own = {parameter.data_ptr() for parameter in policy.model.parameters()}
@@ -126,7 +132,8 @@ def test_the_estimate_is_what_autograd_saves_in_a_real_step(
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         policy.hidden_states(ids, layout, torch.arange(num_tokens))
     found = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-    config = config_of(tiny_folder, model={"name": str(tiny_folder), "precision": "bfloat16"})
+    model = {"name": str(tiny_folder), "precision": "bfloat16", "lora": lora}
+    config = config_of(tiny_folder, model=model)
     estimator = estimator_of(config, gpu())
     setting = replace(Setting.of(config), gradient_checkpointing=checkpointing)
     measured = estimator.activations(setting)
@@ -336,7 +343,6 @@ def test_advice_on_a_larger_model(large: Config) -> None:
     assert 'model.lora.rank = 16 and model.quantization = "nf4", which' in of(2)
     assert "adamw_8bit" not in of(2)  # adapters have few states
     assert "; that still needs" in of(1.5)
-    assert "GPUs" not in of(1.5)  # who has one is not told to get more
     assert "train on 64 GPUs" in of(1.5, num=2)
 
 
@@ -429,6 +435,37 @@ def test_what_is_in_host_memory(config: Config) -> None:
         for moved in (False, True)
     )
     assert before == after
+
+
+def test_few_inputs_of_many_layers_stay_on_the_device(large: Config) -> None:
+    """Of 28 layers three: the one that is read, and two that are written or read ahead."""
+    estimator = estimator_of(large)
+    setting = replace(Setting.of(large), gradient_checkpointing=True)
+    before, after = (
+        parts_of(estimator, "train", replace(setting, activation_offload=moved))["activations"]
+        for moved in (False, True)
+    )
+    assert before - after == pytest.approx(8192 * 4 * 1024 * (28 - 3))
+
+
+def test_who_has_one_gpu_is_not_told_to_get_more(large: Config) -> None:
+    def numbers(hardware: Hardware) -> list[int]:
+        setting = Setting.of(large, num_gpus=hardware.num_gpus)
+        changes = _changes(estimator_of(large, hardware), setting)
+        return [change.value for change in changes if change.field == "num_gpus"]
+
+    assert numbers(gpu()) == []
+    assert numbers(gpu(available=4)) == [2, 4, 8, 16, 32, 64]
+
+
+def test_a_limit_is_a_smaller_gpu(config: Config) -> None:
+    model = config.model.model_copy(update={"gpu_memory_limit_gib": 24.0})
+    limited = config.model_copy(update={"model": model})
+    hardware = find_hardware(limited, gpu_memory=80 * GIB)
+    assert hardware.capacity == pytest.approx(24 * GIB * 0.96 - GIB)
+    assert hardware.name == "cuda (80.0 GiB) limited to 24.0 GiB"
+    assert find_hardware(limited, gpu_memory=16 * GIB).memory == 16 * GIB
+    assert not find_hardware(limited).is_gpu or torch.cuda.is_available()
 
 
 def test_few_sequences_must_have_room_for_their_keys_and_values(config: Config) -> None:

@@ -72,16 +72,19 @@ def test_a_checkpoint_is_for_both_kinds(
 
 @pytest.mark.usefixtures("anywhere")
 def test_inputs_of_layers_in_host_memory_give_the_same_gradient(
-    policy: Policy, sequences: list[TrainSequence]
+    policy: Policy, sequences: list[TrainSequence], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved = copy.deepcopy(policy)
-    found = []
+    found, num_read = [], []
+    read = HostActivations._read
+    monkeypatch.setattr(HostActivations, "_read", lambda *given: num_read.append(1) or read(*given))
     for each, offload in ((policy, False), (moved, True)):
         settings = {"gradient_checkpointing": True, "activation_offload": offload}
         of_run = make_trainer(each, **settings)  # type: ignore[arg-type]
         gradients = watch_gradients(of_run)
         of_run.train(sequences)
         found.append(gradients)
+        assert len(num_read) == (2 if offload else 0)  # the input of each layer
     assert found[0].keys() == found[1].keys() != set()
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name]), name
