@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from trustbatch.build.policies import load_policy
 from trustbatch.build.session import configured_task
 from trustbatch.cli import main
 from trustbatch.config import Config, parse_config
@@ -237,6 +238,21 @@ def test_bfloat16_on_both_sides_is_on_policy(model_folder: Path) -> None:
     )
     assert verdict.is_on_policy
     assert "the rounding of bfloat16" in words(verdict)
+    assert examination.arithmetic.effects["float32"].mean_abs > 1e-3
+
+
+@pytest.mark.parametrize("engine_of", ["the policy", "a replica"])
+def test_adapters_beside_rounded_weights_are_on_policy(model_folder: Path, engine_of: str) -> None:
+    """The test update moves what is published; a replica gets nothing else."""
+    pytest.importorskip("peft")
+    tree = {"precision": "bfloat16", "device": "cpu", "lora": {"rank": 4}}
+    config = config_of(model_folder, model=tree)
+    policy = load_policy(config)
+    sampler = policy if engine_of == "the policy" else load_policy(config)
+    verdict, examination = diagnose(config, policy, NativeEngine(sampler, seed=0))
+    assert verdict.is_on_policy
+    assert policy.model.lm_head.weight.dtype == torch.bfloat16
+    assert examination.probe.share == pytest.approx(1.0, abs=0.05)
     assert examination.arithmetic.effects["float32"].mean_abs > 1e-3
 
 

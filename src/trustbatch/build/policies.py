@@ -77,7 +77,7 @@ def add_adapters(config: Config, policy: Policy) -> None:
     if config.model.lora is not None:
         policy.add_adapters(config.model.lora, seed=config.seed)
         assert policy.adapters is not None
-        policy.adapters.published_alone = engine_info(config.rollout.engine).loads_adapters
+        policy.adapters.published_alone = _loads_adapters(config)
     elif policy.quantization is not None:
         raise ConfigError(
             f"{policy.name} was published with quantized weights ({policy.quantization}), which "
@@ -87,8 +87,12 @@ def add_adapters(config: Config, policy: Policy) -> None:
 
 def load_for_engine(config: Config) -> Policy:
     """Load a frozen model for an engine in another process, with what it gets weights for."""
-    loads_adapters = engine_info(config.rollout.engine).loads_adapters
-    return (load_policy(config) if loads_adapters else load_model(config)).freeze()
+    return (load_policy(config) if _loads_adapters(config) else load_model(config)).freeze()
+
+
+def _loads_adapters(config: Config) -> bool:
+    info = engine_info(config.rollout.engine)
+    return info.loads_adapters(info.table(config.rollout))
 
 
 def build_replica(config: Config, policy: Policy) -> Policy | None:
@@ -97,7 +101,7 @@ def build_replica(config: Config, policy: Policy) -> Policy | None:
     if num_ranks() == 1 or not info.one_per_rank or config.cluster is not None:
         return None
     replica = policy.replica(rank_device(config.model.device), precision=config.rollout.precision)
-    if info.loads_adapters:
+    if _loads_adapters(config):
         add_adapters(config, replica)
     return replica.freeze()
 

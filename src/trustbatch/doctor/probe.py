@@ -75,20 +75,25 @@ def _mean_abs(values: Tensor) -> float:
 
 
 class _Snapshot:
-    """A copy of the policy's parameters in host memory."""
+    """A copy of the policy's parameters in host memory; of those that are published, if not all."""
 
     def __init__(self, policy: Policy) -> None:
         self._parameters = list(policy.model.parameters())
+        if policy.adapters is not None and policy.adapters.published_alone:
+            self._parameters = [each for _, each in policy.adapters.named_parameters()]
         self._values = [p.detach().to("cpu", copy=True) for p in self._parameters]
 
     @torch.no_grad()
     def perturb(self, scale: float) -> None:
-        """Set every parameter to its copy times 1 + scale * normal noise."""
+        """Set every parameter to its copy times 1 + scale * normal noise; zeros to such noise."""
         self.restore()
         for seed, parameter in enumerate(self._parameters):
             generator = torch.Generator(parameter.device).manual_seed(seed)
             noise = torch.empty_like(parameter).normal_(generator=generator)
-            parameter.mul_(1.0 + scale * noise)
+            if parameter.any():
+                parameter.mul_(1.0 + scale * noise)
+            else:
+                parameter.add_(noise, alpha=scale)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -21,8 +21,10 @@ from trustbatch.training.logprobs import response_logits
 def in_float32(policy: Policy) -> Iterator[None]:
     """Compute matrix products in float32 for the time of a `with` block."""
     precision, policy.precision = policy.precision, "float32"
+    rounded = (p for p in policy.model.parameters() if p.dtype == torch.bfloat16)
     try:
-        yield
+        with other_values(rounded, lambda p: p.float()):
+            yield
     finally:
         policy.precision = precision
 

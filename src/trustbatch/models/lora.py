@@ -78,6 +78,13 @@ class Adapters:
         for name, parameter in self.named_parameters():
             yield name, full_tensor(parameter.detach())
 
+    def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights beside adapters, by the names of the model without adapters."""
+        trained = {name for name, _ in self.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            if name not in trained:
+                yield name.replace(_BASE, ""), full_tensor(parameter.detach())
+
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the equivalent model without adapters, by its names."""
         layers = {name: module for name, module in self.model.named_modules() if is_adapted(module)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 def round_weights(model: nn.Module) -> None:
     """Keep linear layers, head and embeddings in bfloat16, and all other parameters in float32.
 
-    The output of an embedding stays float32, so that the residual stream does.
+    Under autocast the output of an embedding stays float32, so that the residual stream does.
     """
     for module in model.modules():
         is_rounded = isinstance(module, nn.Linear | nn.Embedding)
@@ -30,4 +30,5 @@ def has_rounded_weights(model: Any) -> bool:
 
 
 def _widen(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return output.float()
+    # without autocast a computation chooses its dtypes itself
+    return output.float() if torch.is_autocast_enabled(output.device.type) else output

@@ -109,8 +109,6 @@ class EngineInfo:
     """name of its table in [rollout]"""
     shares_parameters: ClassVar[bool] = False
     """samples from the parameters of the policy it is given; else it has a copy of its own"""
-    loads_adapters: ClassVar[bool] = False
-    """loads LoRA adapters beside frozen weights that it has; else it gets merged weights"""
     supports_in_flight: ClassVar[bool] = False
     """implements `InFlightEngine`"""
     one_per_rank: ClassVar[bool] = False
@@ -137,6 +135,10 @@ class EngineInfo:
 
     def check_ranks(self, table: Any, num_ranks: int) -> None:
         """Raise ConfigError if the engine can't serve `num_ranks` trainer ranks."""
+
+    def loads_adapters(self, table: Any) -> bool:
+        """Whether it loads LoRA adapters beside frozen weights; else it gets merged weights."""
+        return False
 
     def weight_dtype(self, precision: str) -> torch.dtype | None:
         """Return the dtype to which all weights are rounded when loaded; None: they are not."""

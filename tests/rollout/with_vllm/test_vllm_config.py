@@ -8,6 +8,7 @@ import pytest
 from trustbatch.build.engines import recorded_anchor_temperature
 from trustbatch.config import load_config, parse_config
 from trustbatch.errors import ConfigError
+from trustbatch.models.config import LoraConfig
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.vllm import info
 from trustbatch.rollout.vllm.config import VllmConfig
@@ -78,6 +79,22 @@ def test_what_a_cpu_can_not_do_is_refused(
     monkeypatch.setattr(info, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=words):
         VllmEngine(policy, config, seed=0, precision=precision)
+
+
+def test_adapters_that_vllm_can_not_have_are_refused(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    config = VllmConfig(adapters="alone")
+    with pytest.raises(ConfigError, match="for one training process, and torchrun started 2"):
+        info.INFO.check_ranks(config, 2)
+    info.INFO.check_ranks(VllmConfig(), 2)
+    monkeypatch.setattr(info, "find_spec", lambda name: object())
+    policy.add_adapters(LoraConfig(rank=600), seed=0)
+    assert policy.adapters is not None
+    policy.adapters.published_alone = True
+    with pytest.raises(ConfigError, match="of rank 512 at most"):
+        VllmEngine(policy, config, seed=0)
 
 
 @pytest.mark.parametrize(

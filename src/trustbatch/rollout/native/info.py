@@ -1,6 +1,6 @@
 """What the native engine declares about itself."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trustbatch.rollout.engine import EngineInfo, EngineSettings, RolloutEngine
 
@@ -14,11 +14,14 @@ class NativeInfo(EngineInfo):
     name = "native"
     label = "native engine"
     shares_parameters = True
-    loads_adapters = True
     supports_in_flight = True
     one_per_rank = True
     expandable_segments = True
     records_anchor_freely = True
+
+    def loads_adapters(self, table: Any) -> bool:
+        """Adapters alone: the frozen weights are the trainer's, or a replica's."""
+        return True
 
     def build(self, policy: "Policy", settings: EngineSettings) -> RolloutEngine:
         """Build the engine; with prompts_per_call it gets a few prompts at a time."""

@@ -110,6 +110,12 @@ class VllmClient:
             "finish_update", awaited="to finish a weight update", seconds=self._update_seconds
         )
 
+    def load_adapters(self, folder: str) -> None:
+        """Sample from other adapters from now on."""
+        self._call(
+            "load_adapters", folder, awaited="to load adapters", seconds=self._update_seconds
+        )
+
     def sleep(self) -> None:
         """Free the GPU memory."""
         self._call("sleep", awaited="to fall asleep", seconds=self._update_seconds)

@@ -24,6 +24,8 @@ class VllmConfig(Table):
     """how new weights reach vLLM"""
     transfer_folder: Changeable[str] = "/dev/shm"
     """where shared_memory puts them"""
+    adapters: Literal["merged", "alone"] = "merged"
+    """with LoRA: whether an update is the whole model, or adapters beside frozen weights"""
     enforce_eager: bool = False
     """no CUDA graphs: a faster start and slower decoding"""
     max_model_len: int | None = Field(default=None, ge=2)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trustbatch.errors import ConfigError, EngineError
+from trustbatch.models.lora import Adapters
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.sampling import sample_key
 from trustbatch.rollout.vllm.client import VllmClient
@@ -30,6 +31,8 @@ from trustbatch.weight_sync.weight_chunks import (
 )
 
 GIB = 2**30
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""of adapters that vLLM has room for"""
 SEED_BITS = 2**63 - 1
 """vLLM's seeds are not negative"""
 
@@ -83,10 +86,18 @@ class VllmEngine:
         )
         try:
             self._host = self._start(max_sequences, top_logprobs)
+            if self._adapters is not None:
+                self._load_chunks(self._adapters.frozen_weights(), version)
             self.load_weights(policy.named_weights(), version)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _adapters(self) -> Adapters | None:
+        """The adapters that are loaded alone; None if weights have them, or there are none."""
+        adapters = self.policy.adapters
+        return adapters if adapters is not None and adapters.published_alone else None
 
     @property
     def version(self) -> int:
@@ -111,6 +122,17 @@ class VllmEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the policy's parameters into vLLM; the version changes once all are loaded."""
+        if self._adapters is None:
+            self._load_chunks(weights, version)
+        else:
+            folder = Path(self._folder.name) / "adapters"
+            self._adapters.save(folder, dict(weights))
+            self._trouble = f"has not loaded the adapters of version {version}"
+            self._running_host().load_adapters(str(folder))
+            self._trouble = ""
+        self._version = version
+
+    def _load_chunks(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         host = self._running_host()
         # pack first: if that fails for lack of space, the old version stays in use
         chunks = self._sender.chunks(weights)
@@ -120,7 +142,6 @@ class VllmEngine:
             host.update(chunk)
         host.finish_update()
         self._trouble = ""
-        self._version = version
 
     def sleep(self) -> None:
         """Free the GPU memory if `rollout.vllm.sleep` is set."""
@@ -162,6 +183,7 @@ class VllmEngine:
             enforce_eager=config.enforce_eager,
             sleep=config.sleep,
             trust_remote_code=self.trust_remote_code,
+            lora_rank=None if self._adapters is None else self._vllm_rank(self._adapters),
         )
         if config.mode == "server":
             return VllmClient(
@@ -175,6 +197,16 @@ class VllmEngine:
         from trustbatch.rollout.vllm.host import VllmHost
 
         return VllmHost(settings)
+
+    @staticmethod
+    def _vllm_rank(adapters: Adapters) -> int:
+        rank = adapters.peft_config.r
+        if rank > RANKS[-1]:
+            raise ConfigError(
+                f"vLLM has adapters of rank {RANKS[-1]} at most, and model.lora.rank is {rank}: "
+                'lower it, or set rollout.vllm.adapters to "merged".'
+            )
+        return next(each for each in RANKS if each >= rank)
 
     def _save_model_config(self) -> None:
         """Write the config.json that vLLM builds the model from, with its architecture."""

@@ -27,6 +27,8 @@ import vllm
 from vllm import LLM
 from vllm import SamplingParams as VllmSampling
 from vllm.inputs import tokens_input
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -54,6 +56,7 @@ class VllmHost:
         self._num_requests = 0
         self._has_sleep_mode = settings.sleep and not current_platform.is_cpu()
         self._asleep: set[str] = set()
+        self._adapters: LoRARequest | None = None
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings.separate_core))
         if settings.anchor_temperature is not None:
             # its sampler can be extended; that of the second model runner changes with each version
@@ -66,6 +69,10 @@ class VllmHost:
             # chunked prefill rewinds the generator of a seed, which the CPU build can't do
             options["enable_chunked_prefill"] = False
             options["max_num_batched_tokens"] = max(settings.max_model_len, CPU_BATCH_TOKENS)
+        if settings.lora_rank is not None:
+            _refuse_without_adapters()
+            options["enable_lora"] = True
+            options["max_lora_rank"] = settings.lora_rank
         # vLLM seeds all generators of its process
         with torch.random.fork_rng():
             self._llm = LLM(
@@ -111,7 +118,8 @@ class VllmHost:
             self._num_requests += 1
             places[name] = place
             prompt = tokens_input(list(request.token_ids))
-            engine.add_request(name, prompt, self._vllm_sampling(request))
+            sampling = self._vllm_sampling(request)
+            engine.add_request(name, prompt, sampling, lora_request=self._adapters)
         results: dict[int, SampleResult] = {}
         try:
             while engine.has_unfinished_requests():
@@ -132,9 +140,7 @@ class VllmHost:
 
     def begin_update(self) -> None:
         """Prepare all layers, in memory that sleeping may have freed."""
-        if "weights" in self._asleep:
-            self._llm.wake_up(["weights"])
-            self._asleep.remove("weights")
+        self._wake_weights()
         self._llm.start_weight_update()
 
     def update(self, chunk: Chunk) -> None:
@@ -144,6 +150,22 @@ class VllmHost:
     def finish_update(self) -> None:
         """Finish the layers, and drop the keys and values of the old weights."""
         self._llm.finish_weight_update()
+        self._drop_cache()
+
+    def load_adapters(self, folder: str) -> None:
+        """Replace the adapters, and drop the keys and values of the old ones."""
+        self._wake_weights()
+        if not self._llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True)):
+            raise EngineError(f"vLLM did not load the adapters in {folder}: see its log.")
+        self._adapters = LoRARequest("policy", 1, folder)
+        self._drop_cache()
+
+    def _wake_weights(self) -> None:
+        if "weights" in self._asleep:
+            self._llm.wake_up(["weights"])
+            self._asleep.remove("weights")
+
+    def _drop_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise EngineError(
                 "vLLM could not drop the keys and values of the old weights, since a request still "
@@ -229,6 +251,16 @@ class VllmHost:
             anchor_logp=None if anchor is None else anchor[:, 0],
             anchor_top_logp=None if anchor is None else anchor[:, 1:],
             finish_reason=FinishReason(output.finish_reason),
+        )
+
+
+def _refuse_without_adapters() -> None:
+    """Refuse a vLLM that can't load weights beneath adapters, or adapters in place of others."""
+    loads_weights = hasattr(BaseLayerWithLoRA, "load_weights")
+    if not loads_weights or "load_inplace" not in LoRARequest.__struct_fields__:
+        raise EngineError(
+            f"vLLM {vllm.__version__} can't load adapters alone: set rollout.vllm.adapters = "
+            '"merged", or install vLLM 0.32.'
         )
 
 

@@ -53,8 +53,17 @@ class VllmInfo(EngineInfo):
                 "pip install 'trustbatch[vllm]', or choose another engine."
             )
 
+    def loads_adapters(self, table: Any) -> bool:
+        """Whether rollout.vllm.adapters is "alone"."""
+        return table.adapters == "alone"
+
     def check_ranks(self, table: Any, num_ranks: int) -> None:
         """Raise ConfigError for an engine in the process of one of several ranks."""
+        if table.adapters == "alone" and num_ranks > 1:
+            raise ConfigError(
+                'rollout.vllm.adapters = "alone" is for one training process, and torchrun started '
+                f'{num_ranks}: set it to "merged", or add [cluster].'
+            )
         if table.mode == "in_process" and num_ranks > 1:
             raise ConfigError(
                 'rollout.vllm.mode = "in_process" is for one process, and torchrun started '

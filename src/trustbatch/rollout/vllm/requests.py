@@ -39,6 +39,8 @@ class HostSettings:
     enforce_eager: bool
     sleep: bool
     trust_remote_code: bool
+    lora_rank: int | None = None
+    """of adapters that are loaded beside the weights; None: there are none"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,10 @@ class Host(Protocol):
 
     def finish_update(self) -> None:
         """Sample from the new weights from now on, and drop the old ones' keys and values."""
+        ...
+
+    def load_adapters(self, folder: str) -> None:
+        """Sample from these adapters, in PEFT's format, beside the weights from now on."""
         ...
 
     def sleep(self) -> None:
