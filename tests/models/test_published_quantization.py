@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.training_cases import policy_logp, sample_sequences, train
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
 import trustbatch
+from trustbatch.build import policies
+from trustbatch.config import parse_config
 from trustbatch.errors import CheckpointError, ConfigError
 from trustbatch.models.config import LoraConfig
 from trustbatch.models.policy import ADAPTER_FOLDER, Policy
@@ -108,6 +110,7 @@ def test_a_published_format_is_what_its_files_say(
     tiny_folder: Path, tmp_path: Path, name: str
 ) -> None:
     weights = write_by_hand(tiny_folder, tmp_path / "model", name)
+    GenerationConfig(eos_token_id=[1, 5]).save_pretrained(tmp_path / "model")
     policy = loaded(tmp_path / "model")
     assert policy.quantization == name
     found = dict(policy.named_weights())
@@ -117,7 +120,7 @@ def test_a_published_format_is_what_its_files_say(
     model.load_state_dict({path: each.float() for path, each in weights.items()}, strict=False)
     with torch.no_grad():
         torch.testing.assert_close(logits(policy), model(input_ids=IDS).logits, rtol=0, atol=1e-4)
-    assert policy.stop_token_ids == loaded(tiny_folder).stop_token_ids
+    assert policy.stop_token_ids == (1, 5)
 
 
 def test_a_published_format_trains_with_adapters(
@@ -270,12 +273,14 @@ def test_a_run_is_resumed_exactly(tiny_folder: Path, tmp_path: Path, published: 
         )
 
 
-def test_runs_that_can_not_be(tiny_folder: Path, tmp_path: Path) -> None:
+def test_runs_that_can_not_be(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_by_hand(tiny_folder, tmp_path / "model", "nf4")
     run = {"folder": str(tmp_path), "name": "run"}
     with pytest.raises(ConfigError, match=r"can't be trained: add the table \[model.lora\]"):
         trustbatch.train(**settings(tmp_path / "model"), run=run)
-    config = settings(tmp_path / "model", lora={"rank": 4})
-    config["rollout"]["engine"] = "vllm"
-    with pytest.raises(ConfigError, match=r'set that to "native", or take the original'):
-        trustbatch.train(**config, run=run)
+    monkeypatch.setattr(policies, "num_ranks", lambda: 2)
+    config = parse_config(settings(tmp_path / "model", lora={"rank": 4}))
+    with pytest.raises(ConfigError, match="can't be divided over processes"):
+        policies.load_model(config)

@@ -49,27 +49,13 @@ def load_model(config: Config, name: str | None = None) -> Policy:
         quantization=config.model.quantization,
         trust_remote_code=config.model.trust_remote_code,
     )
-    _refuse_quantized(config, policy)
-    return policy
-
-
-def _refuse_quantized(config: Config, policy: Policy) -> None:
-    """Refuse quantized weights where they would be divided, or an engine can't have the same."""
-    if policy.quantization is None:
-        return
-    if num_ranks() > 1:
+    if policy.quantization is not None and num_ranks() > 1:
         raise ConfigError(
             f"{policy.name} has quantized weights ({policy.quantization}), which can't be divided "
             "over processes: start the run without torchrun and with one trainer, or take the "
             "original model without model.quantization."
         )
-    engine = config.rollout.engine
-    if config.model.quantization is None and not engine_info(engine).loads_adapters:
-        raise ConfigError(
-            f"{policy.name} was published with quantized weights, into which rollout.engine = "
-            f'"{engine}" can\'t load merged ones: set that to "native", or take the original model '
-            f'and model.quantization = "{policy.quantization}".'
-        )
+    return policy
 
 
 def add_adapters(config: Config, policy: Policy) -> None:

@@ -125,6 +125,8 @@ PEER_NAMES: tuple[PeerName, ...] = (
         ("lora_r", "model.lora.rank"),
         ("lora_alpha", "model.lora.alpha"),
         ("lora_target_modules", "model.lora.targets"),
+        ("load_in_4bit", "model.quantization", 'with the value "nf4"'),
+        ("load_in_8bit", "model.quantization", 'with the value "int8"'),
         ("lora_dropout", "", "trainer and engine must compute the same log-probs"),
         ("save_steps", "run.checkpoint_every"),
         ("save_total_limit", "run.keep_checkpoints"),

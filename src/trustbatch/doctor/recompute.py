@@ -12,6 +12,7 @@ from trustbatch.batching.micro_batches import micro_batches
 from trustbatch.doctor.distributions import SamplingDistribution, TokenStatistics
 from trustbatch.doctor.examined_tokens import ExaminedTokens
 from trustbatch.models.policy import Policy
+from trustbatch.models.quantization.layer import QuantizedLinear
 from trustbatch.rollout.native.linear import round_rows
 from trustbatch.rollout.sampling import sampling_logprobs
 from trustbatch.training.logprobs import response_logits
@@ -38,18 +39,22 @@ def in_bfloat16(policy: Policy) -> Iterator[None]:
 
 @contextmanager
 def in_fp8(policy: Policy) -> Iterator[None]:
-    """Round weights and inputs of linear layers, except the output head, to e4m3."""
+    """Round weights and inputs of linear layers, except the output head, to e4m3.
+
+    Quantized weights are left as they are: they are made anew in each pass.
+    """
     head = policy.model.get_output_embeddings()
     linears = [
         module
         for module in policy.model.modules()
         if isinstance(module, nn.Linear) and module is not head
     ]
+    plain = [module for module in linears if not isinstance(module, QuantizedLinear)]
     hooks = [module.register_forward_pre_hook(_round_input) for module in linears]
     try:
         # engines quantize the bfloat16 values of the weights
         with other_values(
-            (module.weight for module in linears), lambda w: round_rows(w.bfloat16().float())
+            (module.weight for module in plain), lambda w: round_rows(w.bfloat16().float())
         ):
             yield
     finally:

@@ -84,6 +84,8 @@ class Adapters:
         for name, parameter in self.model.named_parameters():
             if name not in trained:
                 yield name.replace(_BASE, ""), full_tensor(parameter.detach())
+        for name, layer in quantized_layers(self.model).items():
+            yield f"{name.removesuffix(_BASE)}.weight", layer.weight
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the equivalent model without adapters, by its names."""

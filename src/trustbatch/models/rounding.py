@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trustbatch.models.quantization.layer import QuantizedLinear
+
 
 def round_weights(model: nn.Module) -> None:
     """Keep linear layers, head and embeddings in bfloat16, and all other parameters in float32.
@@ -16,6 +18,8 @@ def round_weights(model: nn.Module) -> None:
     Under autocast the output of an embedding stays float32, so that the residual stream does.
     """
     for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.weight_dtype = torch.bfloat16
         is_rounded = isinstance(module, nn.Linear | nn.Embedding)
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():

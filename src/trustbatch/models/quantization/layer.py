@@ -23,6 +23,8 @@ class QuantizedLinear(nn.Linear):
         nn.Module.__init__(self)  # nn.Linear would create a weight
         self.out_features, self.in_features = len(weight.codes), weight.columns
         self.format: Format = weight.format
+        self.weight_dtype = torch.float32
+        """of what leaves the layer: the numbers that products in this type have"""
         self.register_buffer("codes", weight.codes, persistent=False)
         self.register_buffer("scale_bits", weight.scales.view(torch.int32), persistent=False)
         frozen = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -40,8 +42,8 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The weight [out, in] in float32, made anew each time."""
-        return self.quantized.dequantized(torch.float32)
+        """The weight [out, in], made anew each time."""
+        return self.quantized.dequantized(self.weight_dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in] to [..., out], with products in the type of autocast or of the input."""

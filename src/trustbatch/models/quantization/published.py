@@ -20,6 +20,7 @@ from trustbatch.errors import ConfigError
 from trustbatch.models.quantization.formats import (
     FORMATS,
     INT8_MAX,
+    NF4_BLOCK,
     Codes,
     nf4_levels,
     pack_halves,
@@ -90,7 +91,8 @@ class _Tensors:
         if index is None:
             paths = [str(cached_file(name, _WEIGHTS, **options))]
         else:
-            paths, _ = get_checkpoint_shard_files(name, index, **options)
+            shards: Any = get_checkpoint_shard_files(name, index, **options)
+            paths = shards[0]
         self.files = [safe_open(path, framework="pt") for path in paths]
         self.file_of = {key: file for file in self.files for key in file.keys()}  # noqa: SIM118
 
@@ -133,10 +135,10 @@ def _read_codes(
 
 def _read_nf4(files: _Tensors, weight: str, layer: nn.Linear, device: torch.device) -> Codes:
     state = json.loads(bytes(files.read(f"{weight}.{NF4_STATE}").tolist()))
-    block, levels = FORMATS["nf4"].block, files.read(f"{weight}.quant_map").float()
+    levels = files.read(f"{weight}.quant_map").float()
     if (
-        state["blocksize"] != block
-        or layer.in_features % block
+        state["blocksize"] != NF4_BLOCK
+        or layer.in_features % NF4_BLOCK
         or not torch.equal(levels, nf4_levels(levels.device))
     ):
         raise ValueError(f"{weight!r} has other blocks or levels than {SUPPORTED}")

@@ -75,7 +75,7 @@ class NativeEngine:
         adapters = self.policy.adapters
         if adapters is None or adapters.published_alone:  # else it has the trainer's own adapters
             model = self.policy.model
-            own = {name: each.detach() for name, each in model.named_parameters()}
+            own = {name: parameter.detach() for name, parameter in model.named_parameters()}
             quantized = {f"{name}.weight" for name in quantized_layers(model)}  # frozen
             for name, tensor in weights:
                 if name not in quantized and own[name].data_ptr() != tensor.data_ptr():
