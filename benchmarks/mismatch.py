@@ -46,6 +46,11 @@ def main() -> None:
     def rounded(precision: str) -> Callable[[Policy], NativeEngine]:
         return lambda policy: RoundedEngine(policy, precision=precision, seed=config.seed)
 
+    def in_fp8(precision: str) -> Callable[[Policy], NativeEngine]:
+        return lambda policy: NativeEngine(
+            policy, seed=config.seed, precision=precision, kv_precision="fp8"
+        )
+
     def native(policy: Policy) -> NativeEngine:
         return NativeEngine(policy, seed=config.seed)
 
@@ -53,6 +58,8 @@ def main() -> None:
         ("native, same precision", native, {}),
         ("native, bfloat16 throughout", rounded("bfloat16"), {}),
         ("native, FP8", rounded("fp8"), {}),
+        ("native, FP8 keys and values", in_fp8("auto"), {}),
+        ("native, FP8 in both", in_fp8("fp8"), {}),
         ("T = 0.6", native, {"temperature": 0.6}),
         ("T = 1.2", native, {"temperature": 1.2}),
         ("top_p = 0.9", native, {"top_p": 0.9}),

@@ -3,9 +3,12 @@
     python benchmarks/rollout_gpu.py [--engines native,vllm,...] [--tokens 512] [--profile]
 
 512 requests of 64 random tokens, each continued by 512 tokens (no stop token), bfloat16, log-probs
-of the sampled tokens on; Qwen3-0.6B shape with random weights, or that of --shape. Each engine runs
-in a process of its own and generates three times: the first includes warm-up, the best counts.
-Results go to stdout, and one JSON line each as they come to benchmarks/results/rollout_gpu.jsonl.
+of the sampled tokens on; Qwen3-0.6B shape with random weights, or that of --shape. With --samples 8
+they are 64 prompts with 8 samples each. Each engine runs in a process of its own and generates
+three times: the first includes warm-up, the best counts. Results go to stdout, and one JSON line
+each as they come to benchmarks/results/rollout_gpu.jsonl.
+
+-fp8 rounds weights and activations, -kv8 keys and values.
 
 native-lora decodes from frozen bfloat16 weights and adapters of rank 32 beside all linear layers;
 native is as fast as an engine with the adapters merged.
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +30,18 @@ ENGINES = (
     "native-lora",
     "native-top16",
     "native-fp8",
+    "native-kv8",
+    "native-fp8-kv8",
     "vllm",
     "vllm-top16",
     "vllm-fp8",
+    "vllm-kv8",
 )
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
     | {"num_attention_heads": 16, "tie_word_embeddings": True},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+    | {"num_attention_heads": 32, "tie_word_embeddings": True},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
     | {"num_attention_heads": 32, "tie_word_embeddings": False},
 }
@@ -42,7 +51,22 @@ VOCABULARY = 151_936
 PROMPT_TOKENS = 64
 
 
-def make_model(folder: Path, shape: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is generated; numbers of tokens."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    tokens: int
+
+    @property
+    def total(self) -> int:
+        """Tokens generated."""
+        return self.prompts * self.samples * self.tokens
+
+
+def make_model(folder: Path, shape: str = "0.6b") -> None:
     """Write a model of a Qwen3's shape, in bfloat16 with random weights, and any tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -65,13 +89,13 @@ def make_model(folder: Path, shape: str) -> None:
     build_tokenizer().save_pretrained(folder)
 
 
-def make_prompts(count: int) -> list[list[int]]:
+def make_prompts(count: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
     """Random prompts, the same for every engine."""
     numbers = random.Random(0)
-    return [[numbers.randrange(2, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    return [[numbers.randrange(2, VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
-def run_native(engine: str, folder: Path, requests: int, tokens: int, profile: bool) -> dict:
+def run_native(engine: str, folder: Path, work: Workload, profile: bool) -> dict:
     """Time the native engine; returns the seconds of each generation."""
     import torch
 
@@ -90,23 +114,27 @@ def run_native(engine: str, folder: Path, requests: int, tokens: int, profile: b
         policy,
         seed=0,
         max_sequences=512,
-        precision="fp8" if engine.endswith("fp8") else "auto",
+        precision="fp8" if "-fp8" in engine else "auto",
+        kv_precision="fp8" if "-kv8" in engine else "auto",
     )
     sampling = SamplingParams(
-        max_tokens=tokens, stop_token_ids=(), top_logprobs=16 if "top16" in engine else 0
+        max_tokens=work.tokens, stop_token_ids=(), top_logprobs=16 if "top16" in engine else 0
     )
     asked = [
         GenerationRequest(
-            prompt_id=str(number), token_ids=tuple(prompt), num_samples=1, sampling=sampling
+            prompt_id=str(number),
+            token_ids=tuple(prompt),
+            num_samples=work.samples,
+            sampling=sampling,
         )
-        for number, prompt in enumerate(make_prompts(requests))
+        for number, prompt in enumerate(make_prompts(work.prompts, work.prompt_tokens))
     ]
 
     def generate() -> float:
         start = time.perf_counter()
         sampled = native.generate(asked)
         seconds = time.perf_counter() - start
-        assert sum(len(completion.token_ids) for completion in sampled) == requests * tokens
+        assert sum(len(completion.token_ids) for completion in sampled) == work.total
         return seconds
 
     seconds = [generate() for _ in range(3)]
@@ -123,7 +151,7 @@ def run_native(engine: str, folder: Path, requests: int, tokens: int, profile: b
     return result
 
 
-def run_vllm(engine: str, folder: Path, requests: int, tokens: int, profile: bool) -> dict:
+def run_vllm(engine: str, folder: Path, work: Workload, profile: bool) -> dict:
     """Time vLLM with its own defaults; returns the seconds of each generation."""
     from vllm import LLM, SamplingParams
 
@@ -136,22 +164,27 @@ def run_vllm(engine: str, folder: Path, requests: int, tokens: int, profile: boo
         max_num_seqs=512,
         gpu_memory_utilization=0.8,
         logprobs_mode="processed_logprobs",
-        quantization="fp8" if engine.endswith("fp8") else None,
+        quantization="fp8" if "-fp8" in engine else None,
+        kv_cache_dtype="fp8" if "-kv8" in engine else "auto",
     )
     sampling = SamplingParams(
+        n=work.samples,
         temperature=1.0,
-        max_tokens=tokens,
+        max_tokens=work.tokens,
         ignore_eos=True,
         detokenize=False,
         logprobs=16 if "top16" in engine else 0,
     )
-    asked = [{"prompt_token_ids": prompt} for prompt in make_prompts(requests)]
+    asked = [
+        {"prompt_token_ids": prompt} for prompt in make_prompts(work.prompts, work.prompt_tokens)
+    ]
 
     def generate() -> float:
         start = time.perf_counter()
         sampled = model.generate(asked, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
-        assert sum(len(result.outputs[0].token_ids) for result in sampled) == requests * tokens
+        outputs = [output for result in sampled for output in result.outputs]
+        assert sum(len(output.token_ids) for output in outputs) == work.total
         return seconds
 
     return {"seconds": [generate() for _ in range(3)]}
@@ -161,7 +194,9 @@ def main() -> None:
     """Run each engine in its own process and print ratios to the first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", default="native,vllm")
-    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--requests", type=int, default=512, help="prompts times samples")
+    parser.add_argument("--samples", type=int, default=1, help="of each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
@@ -170,9 +205,15 @@ def main() -> None:
     options = parser.parse_args()
     name = f"trustbatch-qwen3-{options.shape}-bfloat16"
     folder = Path(options.folder or Path(tempfile.gettempdir()) / name)
+    work = Workload(
+        prompts=options.requests // options.samples,
+        samples=options.samples,
+        prompt_tokens=options.prompt_tokens,
+        tokens=options.tokens,
+    )
     if options.one:
         run = run_vllm if options.one.startswith("vllm") else run_native
-        result = run(options.one, folder, options.requests, options.tokens, options.profile)
+        result = run(options.one, folder, work, options.profile)
         print("RESULT " + json.dumps(result))
         return
     if not (folder / "config.json").is_file():
@@ -189,9 +230,10 @@ def main() -> None:
             print(f"{engine}: failed with status {done.returncode}")
             continue
         result = json.loads(lines[-1].removeprefix("RESULT "))
-        rates[engine] = options.requests * options.tokens / min(result["seconds"])
+        rates[engine] = work.total / min(result["seconds"])
         with RESULTS.open("a") as file:
-            line = {"engine": engine, "shape": options.shape, "rate": rates[engine], **result}
+            line = {"engine": engine, "shape": options.shape, **asdict(work)}
+            line |= {"rate": rates[engine], **result}
             file.write(json.dumps(line) + "\n")
         first = next(iter(rates.values()))
         print(

@@ -325,6 +325,16 @@ def test_fp8_that_says_so_is_by_configuration(model_folder: Path) -> None:
     assert found(verdict) == (set(), {"precision"})
 
 
+def test_fp8_keys_and_values_are_by_configuration(model_folder: Path) -> None:
+    policy = load(model_folder)
+    engine = NativeEngine(policy, seed=0, kv_precision="fp8")
+    verdict, examination = diagnose(config_of(model_folder), policy, engine)
+    assert found(verdict) == (set(), {"precision"})
+    assert 'Set rollout.kv_precision = "auto" to remove it.' in words(verdict)
+    assert examination.arithmetic.explained_by == "fp8-kv"
+    assert examination.arithmetic.likeness["fp8-kv"] > 0.9
+
+
 def test_bfloat16_against_float32_is_named(model_folder: Path) -> None:
     engine = NativeEngine(load(model_folder, "bfloat16"), seed=0)
     verdict, _ = diagnose(config_of(model_folder), load(model_folder), engine)

@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from trustbatch.api import train_config
+from trustbatch.build.engines import build_engine
 from trustbatch.config import Config, parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import Policy
@@ -148,3 +149,14 @@ def test_what_an_engine_does_not_declare_is_refused(
         ConfigError, match=r'in_flight is not available with rollout.engine = "copy"'
     ):
         config_of(tiny_folder, tmp_path, "copy", cluster=cluster)
+
+
+def test_the_precision_of_keys_and_values_is_the_engines(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = Policy.load(str(tiny_folder), device="cpu", precision="float32")
+    config = config_of(tiny_folder, tmp_path, "native", rollout={"kv_precision": "fp8"})
+    engine = build_engine(config, policy)
+    assert isinstance(engine, NativeEngine)
+    assert engine.kv_precision == "fp8"
+    rollout = {"engine": "vllm", "kv_precision": "fp8"}
+    with pytest.raises(ConfigError, match=r'rollout.kv_precision = "fp8" is not available with'):
+        build_engine(config_of(tiny_folder, tmp_path, "vllm", rollout=rollout), policy)

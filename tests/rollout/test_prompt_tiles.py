@@ -7,7 +7,9 @@ CPU = torch.device("cpu")
 MEBIBYTE = 2**20
 
 
-def make_tiles(*, num_query: int = 16, page_bytes: int = MEBIBYTE, max_rows: int = 32) -> PromptTiles:
+def make_tiles(
+    *, num_query: int = 16, page_bytes: int = MEBIBYTE, max_rows: int = 32
+) -> PromptTiles:
     heads = Heads(num_query=num_query, num_kv=8, dim=128, epsilon=1e-6)
     return PromptTiles(heads, page_bytes=page_bytes, max_rows=max_rows, device=CPU)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trustbatch.doctor.distributions import Mismatch, SamplingDistribution
 from trustbatch.doctor.examined_tokens import UNKNOWN, ExaminedTokens
-from trustbatch.doctor.recompute import PRECISIONS, Layout, in_precision, recompute
+from trustbatch.doctor.recompute import FP8_KV, PRECISIONS, Layout, in_precision, recompute
 from trustbatch.doctor.search import search
 from trustbatch.models.policy import Policy
 
@@ -96,10 +96,12 @@ def compare_arithmetic(
     own = logp()
     error = tokens.recorded - own
     changes: dict[str, Tensor] = {}
-    for precision in PRECISIONS:
-        if precision != policy.precision or precision == "bfloat16":
-            say(f"recomputing {tokens.num_tokens} tokens in {precision}")
-            changes[precision] = logp(precision) - own
+    candidates = [each for each in PRECISIONS if each != policy.precision or each == "bfloat16"]
+    if tokens.provenance.kv_precision == "fp8":
+        candidates.append(FP8_KV)
+    for precision in candidates:
+        say(f"recomputing {tokens.num_tokens} tokens in {precision}")
+        changes[precision] = logp(precision) - own
     mismatch = Mismatch.of(-error)
     effects = {name: Mismatch.of(-change) for name, change in changes.items()}
     likeness = {name: _cosine(error, change) for name, change in changes.items()}
@@ -147,15 +149,16 @@ def _matching_precision(
     best = max(others, key=lambda name: likeness[name])
     if likeness[best] > SAME_ROUNDING:
         return best
-    declared = engine in others
+    declared = [name for name in (engine, FP8_KV) if name in others]
     if not declared and engine == UNKNOWN:
         related = max(RELATED_ROUNDING, CLEARLY_RELATED / math.sqrt(tokens.num_tokens))
         smallest, largest = (bound * effects[best].mean_abs for bound in RELATED_SIZE)
         is_related = likeness[best] > related and smallest <= mismatch.mean_abs <= largest
         return best if is_related else None
     # kernels scale differently, so errors need not correlate: their size must match
-    if declared and mismatch.mean_abs <= NOISE_FACTOR * effects[engine].mean_abs:
-        return engine
+    coarsest = max(declared, key=lambda name: effects[name].mean_abs, default=None)
+    if coarsest and mismatch.mean_abs <= NOISE_FACTOR * effects[coarsest].mean_abs:
+        return coarsest
     return None
 
 

@@ -8,8 +8,10 @@ from trustbatch.doctor.arithmetic import NOISE_FACTOR, PLAIN
 from trustbatch.doctor.distributions import Mismatch, SamplingDistribution
 from trustbatch.doctor.examine import Examination, Measurements
 from trustbatch.doctor.examined_tokens import UNKNOWN
+from trustbatch.doctor.recompute import FP8_KV
 from trustbatch.doctor.sampling import MAX_Z
 from trustbatch.doctor.wording import STACK, Wording
+from trustbatch.types import Provenance
 
 STALE_BELOW = 0.5
 """share of a weight update's effect below which the engine has not loaded it"""
@@ -97,14 +99,16 @@ def check_precision(e: Measurements) -> Finding:
         for name, effect in arithmetic.effects.items()
     )
     measured = (
-        f"engine {engine.precision}, trainer {e.trainer_precision}; the trainer against itself: "
+        f"engine {engine.precision}{_of_cache(engine)}, trainer {e.trainer_precision}; the trainer "
+        "against itself: "
         f"{effects}"
     )
     found = arithmetic.explained_by
     if found is None:
         known = arithmetic.is_explained
         return Finding("precision", measured, Status.GOOD if known else Status.UNKNOWN)
-    declared = engine.precision in (found, UNKNOWN)  # who says nothing hides nothing
+    # FP8 keys and values are tried only where they are declared; who says nothing hides nothing
+    declared = found == FP8_KV or engine.precision in (found, UNKNOWN)
     effect = arithmetic.mismatch
     return Finding(
         "precision",
@@ -117,8 +121,20 @@ def check_precision(e: Measurements) -> Finding:
         + f"; the trainer in {e.trainer_precision}. Tokens are sampled from a rounded policy: "
         f"1-ESS = {effect.one_minus_ess:.2g} at T = 1 from this alone. P3O measures that and "
         "trusts the batch less; objectives without a correction treat it as on-policy data. "
-        f"Run the engine in {e.trainer_precision} to remove it.",
+        + _remedy(found, e.trainer_precision),
     )
+
+
+def _of_cache(engine: Provenance) -> str:
+    if engine.kv_precision == "auto":
+        return ""
+    return f" with keys and values in {engine.kv_precision}"
+
+
+def _remedy(precision: str, trainer_precision: str) -> str:
+    if precision == FP8_KV:
+        return 'Set rollout.kv_precision = "auto" to remove it.'
+    return f"Run the engine in {trainer_precision} to remove it."
 
 
 def check_temperature(e: Measurements, words: Wording = STACK) -> Finding:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trustbatch.batching.micro_batches import micro_batches
 from trustbatch.doctor.distributions import SamplingDistribution, TokenStatistics
@@ -62,16 +63,38 @@ def in_fp8(policy: Policy) -> Iterator[None]:
             hook.remove()
 
 
+@contextmanager
+def in_fp8_kv(policy: Policy) -> Iterator[None]:
+    """Round keys and values, after the rotary embedding, to e4m3."""
+    implementation = policy.model.config._attn_implementation
+    attention = ALL_ATTENTION_FUNCTIONS[implementation]
+
+    def rounded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any,
+                **options: Any) -> Any:  # fmt: skip
+        return attention(module, query, round_rows(key), round_rows(value), *rest, **options)
+
+    ALL_ATTENTION_FUNCTIONS[implementation] = rounded
+    try:
+        yield
+    finally:
+        # what this instance was given hides what is registered for all
+        del ALL_ATTENTION_FUNCTIONS[implementation]
+
+
 PRECISIONS: dict[str, Callable[[Policy], AbstractContextManager[Any]]] = {
     "float32": in_float32,
     "bfloat16": in_bfloat16,
     "fp8": in_fp8,
 }
 """by the names that engines use for their precision"""
+FP8_KV = "fp8-kv"
+"""in its place where only keys and values are FP8"""
 
 
 def in_precision(policy: Policy, precision: str | None) -> AbstractContextManager[Any]:
-    """Return the context manager of a precision; None is the trainer's own."""
+    """Return the context manager of a precision, or of `FP8_KV`; None is the trainer's own."""
+    if precision == FP8_KV:
+        return in_fp8_kv(policy)
     return PRECISIONS[precision](policy) if precision else nullcontext()
 
 

@@ -1,6 +1,6 @@
 """The batch being decoded: rows enter, sample tokens without host synchronization, and leave."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +81,13 @@ class RunningBatch:
         self.rows += new
         return tokens.map(lambda part: part[None].cpu())
 
-    def advance(self, num_steps: int, sampling: SamplingParams) -> SampledTokens:
-        """Return the next tokens [t, n] of all rows, at most `num_steps`, in host memory."""
+    def advance(
+        self, num_steps: int, sampling: SamplingParams, *, meanwhile: Callable[[], None]
+    ) -> SampledTokens:
+        """Return the next tokens [t, n] of all rows, at most `num_steps`, in host memory.
+
+        `meanwhile` is called while a GPU computes them.
+        """
         num_steps = min(self.num_steps, num_steps)
         self.decoder.reserve(num_steps)
         self.column.zero_()
@@ -97,7 +102,11 @@ class RunningBatch:
             for _ in range(num_steps):
                 self._step(len(self.rows), sampling)
         self.decoder.advance(num_steps)
-        return self.buffer.tokens.map(lambda part: part[:num_steps, : len(self.rows)].cpu())
+        meanwhile()
+        # a copy also on a CPU: the buffer is written again before the tokens are stored
+        return self.buffer.tokens.map(
+            lambda part: part[:num_steps, : len(self.rows)].to("cpu", copy=True)
+        )
 
     def keep(self, index: list[int]) -> None:
         """Keep these rows, in this order."""

@@ -164,7 +164,8 @@ class NativeEngine:
             num_left = outputs.num_left(batch.rows)
             if num_left:
                 try:
-                    outputs.add(batch.rows, batch.advance(num_left, sampling))
+                    tokens = batch.advance(num_left, sampling, meanwhile=outputs.settle)
+                    outputs.add(batch.rows, tokens)
                 except CacheFullError as error:
                     self._evict(waiting, outputs, error)
                     is_full = True
@@ -349,6 +350,8 @@ class _Outputs:
         self.finished: set[int] = set()
         self.slots: list[Tensor] = []
         self.parts: list[SampledTokens] = []
+        self._unsettled: list[tuple[Sequence[Row], Tensor, SampledTokens]] = []
+        """what `add` was given, and which of the tokens are kept"""
 
     def num_left(self, rows: Sequence[Row]) -> int:
         """Return the largest number of tokens that a running row may still sample."""
@@ -371,7 +374,10 @@ class _Outputs:
         return left
 
     def add(self, rows: Sequence[Row], tokens: SampledTokens) -> None:
-        """Append tokens [t, n] of n rows; those after a row's end are discarded."""
+        """Append tokens [t, n] of n rows; those after a row's end are discarded.
+
+        Only what decides how decoding goes on is done at once: `settle` does the rest.
+        """
         num_steps = len(tokens.token_ids)
         before = torch.tensor([self.num_sampled.get(row.slot, 0) for row in rows])
         was_finished = torch.tensor([row.slot in self.finished for row in rows])
@@ -384,13 +390,20 @@ class _Outputs:
             self.num_sampled[row.slot] = self.num_sampled.get(row.slot, 0) + count
             if ends:
                 self.finished.add(row.slot)
-        slots = torch.tensor([row.slot for row in rows]).expand(num_steps, -1)
-        self.slots.append(slots[~is_after_end])
-        self.parts.append(tokens.map(lambda part: part[~is_after_end]))
-        refuse_divergence(self.parts[-1].logp)
+        self._unsettled.append((list(rows), ~is_after_end, tokens))
+
+    def settle(self) -> None:
+        """Store the tokens added last; raises if one of their log-probs is not finite."""
+        for rows, is_kept, tokens in self._unsettled:
+            slots = torch.tensor([row.slot for row in rows]).expand(len(is_kept), -1)
+            self.slots.append(slots[is_kept])
+            self.parts.append(tokens.map(lambda part, is_kept=is_kept: part[is_kept]))
+            refuse_divergence(self.parts[-1].logp)
+        self._unsettled.clear()
 
     def by_slot(self) -> dict[int, SampledTokens]:
         """Return the tokens of each slot, as tensors over its positions."""
+        self.settle()
         slots = torch.cat(self.slots)
         # stable: the positions of a row stay in the order in which they were sampled
         order = slots.argsort(stable=True)

@@ -23,13 +23,13 @@ class VllmInfo(EngineInfo):
 
     def build(self, policy: "Policy", settings: EngineSettings) -> RolloutEngine:
         """Start vLLM; it divides requests into batches itself, so prompts_per_call is not used."""
-        from trustbatch.rollout.vllm.engine import VllmEngine
-
         if settings.kv_precision != "auto":
             raise ConfigError(
                 f'rollout.kv_precision = "{settings.kv_precision}" is not available with vLLM: '
                 'remove it, or set rollout.engine = "native".'
             )
+        from trustbatch.rollout.vllm.engine import VllmEngine
+
         return VllmEngine(
             policy,
             settings.table,
