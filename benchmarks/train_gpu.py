@@ -3,8 +3,9 @@
     python benchmarks/train_gpu.py [--shapes 0.6b,1.7b,4b] [--lengths 4096,16384]
 
 `Trainer.train` on sequences of one length (a short prompt, random tokens; one optimizer step on
-65,536 tokens) of Qwen3's shapes with random weights: with P3O, which needs a pass without gradient
-for its totals, and with GRPO, which does not. The trainer is the one that a run with the same
+65,536 tokens) of Qwen3's shapes with random weights: with P3O, whose totals depend on the policy,
+and with GRPO, whose do not. The log-probs of the behavior policy are the policy's own with some
+noise, as those of an engine in bfloat16 are. The trainer is the one that a run with the same
 configuration has. Each shape and length has a process of its own. Results are JSON lines in
 benchmarks/results/train_gpu.jsonl as they come, and a table at the end.
 
@@ -21,8 +22,8 @@ LoRA a frozen parameter counts 4 and not 6, since it has no gradient of its own;
 
 What is computed more than once, P3O's pre-pass above all, costs time and is no model FLOP. The
 hardware utilization counts it: a third of the model FLOPs of full training for the pre-pass where
-there are several micro-batches, and the layers' forward pass where gradient checkpointing repeats
-it. Neither counts logits that the loss computes again, nor elementwise work.
+one was seen, and the layers' forward pass where gradient checkpointing repeats it. Neither counts
+logits that the loss computes again, nor elementwise work.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from typing import Any
 import torch
 from memory_watch import MemoryWatch
 from qwen3_shapes import SHAPES, Shape, make_checkpoint
+from train_workload import count_without_gradient, nearly_on_policy
 from worker_process import (
     Results,
     describe_machine,
@@ -105,7 +107,7 @@ def run_case(case: Case) -> None:
         session = build_session(configure(case, case.objectives[0], folder))
         session.engine.sleep()
         try:
-            sequences = make_sequences(case)
+            sequences = nearly_on_policy(session, make_sequences(case), seed=SEED)
             for objective in case.objectives:
                 config = configure(case, objective, folder)
                 # the same trainer with another loss: loading and compiling again would take minutes
@@ -115,7 +117,8 @@ def run_case(case: Case) -> None:
                 seconds = time_steps(case, session, sequences)
                 if case.profile:
                     profile_step(case, session, sequences, objective)
-                result = describe_result(case, session, objective, seconds)
+                num_extra = count_without_gradient(session, sequences)
+                result = describe_result(case, session, objective, seconds, num_extra)
                 memory = {
                     "measured_gib": watch.peaks_gib(),
                     "estimated_gib": estimated_gib(config),
@@ -217,11 +220,11 @@ def time_steps(case: Case, session: Session, sequences: Sequence[TrainSequence])
 
 
 def describe_result(
-    case: Case, session: Session, objective: str, seconds: Sequence[float]
+    case: Case, session: Session, objective: str, seconds: Sequence[float], num_extra: int
 ) -> dict[str, Any]:
     """Return tokens per second and utilization, with all that they depend on."""
     median = statistics.median(seconds)
-    flops = count_flops(case, session)
+    flops = count_flops(case, session, has_pre_pass=num_extra > 0)
     num_tokens = case.num_sequences * case.length
     return {
         "shape": case.shape,
@@ -232,6 +235,7 @@ def describe_result(
         "tokens_per_step": num_tokens,
         "seconds": list(seconds),
         "tokens_per_second": num_tokens / median,
+        "passes_without_gradient": num_extra,
         "flops": asdict(flops),
         "mfu": flops.model / median / case.peak_flops,
         "hardware_utilization": flops.all / median / case.peak_flops,
@@ -252,7 +256,7 @@ class StepFlops:
         return self.model + self.pre_pass + self.recomputed
 
 
-def count_flops(case: Case, session: Session) -> StepFlops:
+def count_flops(case: Case, session: Session, *, has_pre_pass: bool) -> StepFlops:
     """Count as the top of this file says."""
     num_tokens = case.num_sequences * case.length
     num_responses = case.num_sequences * (case.length - case.prompt_tokens)
@@ -266,9 +270,6 @@ def count_flops(case: Case, session: Session) -> StepFlops:
     attention = attention_forward(SHAPES[case.shape], [case.length] * case.num_sequences)
     forward = 2 * (frozen + trained) + attention
     layers_forward = forward - 2 * head.numel() * num_responses
-    has_pre_pass = session.trainer.objective.totals_need_policy and (
-        num_tokens > session.config.training.micro_batch_tokens
-    )
     return StepFlops(
         model=4 * frozen + 6 * trained + 3 * attention,
         pre_pass=forward if has_pre_pass else 0.0,

@@ -112,11 +112,10 @@ def test_operations_are_those_that_torch_counts(
     network.requires_grad_(not is_frozen)
     session = SimpleNamespace(
         policy=SimpleNamespace(model=network),
-        trainer=SimpleNamespace(objective=SimpleNamespace(totals_need_policy=False)),
         config=SimpleNamespace(training=SimpleNamespace(micro_batch_tokens=LENGTH)),
     )
     case = dataclasses.replace(case, tokens_per_step=LENGTH)
-    counted = scripts.train.count_flops(case, session).model
+    counted = scripts.train.count_flops(case, session, has_pre_pass=False).model
 
     ids = torch.zeros(1, LENGTH, dtype=torch.int64)
     # a gradient reaches every layer, as adapters in all of them would have it

@@ -54,5 +54,5 @@ def test_compiled_layers_compute_the_same_and_are_compiled_once(is_recomputed: b
         assert float((found_hidden - hidden).norm() / hidden.norm()) < 0.02
         assert float((found_gradient - gradient).norm() / gradient.norm()) < 0.05
         num_graphs.append(counters["stats"]["unique_graphs"])
-    assert num_graphs[0] <= 10
+    assert num_graphs[0] <= 3  # one with gradient, one without
     assert num_graphs[-1] == num_graphs[1], num_graphs

@@ -142,8 +142,8 @@ def test_compiled_layers_are_compiled_a_few_times_for_all_batches(
             results.append([hidden.detach(), each.model.model.layers[0].mlp.up_proj.weight.grad])
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
         num_graphs.append(counter.frame_count)
-    # norm; query, key and value; output; the rest: with and without gradient
-    assert num_graphs[0] <= 10
+    # norm; query, key and value; output; the rest, and around attention: with gradient and without
+    assert num_graphs[0] <= 12
     assert num_graphs[-1] == num_graphs[1], num_graphs
 
 

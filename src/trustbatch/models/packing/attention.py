@@ -5,20 +5,19 @@ arguments. The layout reaches each layer's attention, also through gradient chec
 compilation, since it is an argument and not global state.
 """
 
-import inspect
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trustbatch.models.packing.layout import PackedLayout, PromptCopies, Table
+from trustbatch.models.packing.operator import attend_by_kernels, fits_kernels
 
 NAME = "trustbatch_packed"
 REPLACES = "sdpa"
@@ -31,17 +30,8 @@ _BY_SPEED = [
     SDPBackend.MATH,
 ]
 """GPU kernels; torch's own order prefers others to cuDNN's, which is nearly 2x faster on Hopper"""
-_LENGTH_MULTIPLE = 512
-"""long sequences are padded to a multiple of it: cuDNN needs 0.1 s for each new length"""
-_LARGEST_HEAD = 256
-"""of the FlashAttention kernels"""
-# torch 2.11 accepts fewer key than query heads by itself, later versions need a flag
-_GROUPED: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 
 
-@torch.compiler.disable  # a compiled graph must not depend on the layout of one batch
 def packed_attention(
     module: Any,
     query: Tensor,
@@ -55,6 +45,44 @@ def packed_attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from query [1, Hq, N, D] to key and value [1, Hkv, N, D] within each segment."""
+    # rotary embeddings leave float32 where matrix products run in less
+    dtype = value.dtype
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+    if packed is not None and fits_kernels(value, dtype, query.shape[-1]):
+        query, key, value = (
+            part.squeeze(0).transpose(0, 1).to(dtype) for part in (query, key, value)
+        )
+        attended = attend_by_kernels(query, key, value, packed, scaling, sliding_window)
+        return attended[None], None
+    return _outside_of_graphs(
+        module,
+        query,  # type: ignore[call-arg]
+        key,
+        value,
+        attention_mask,
+        packed=packed,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        dtype=dtype,
+        **options,
+    )
+
+
+@torch.compiler.disable  # a compiled graph must not depend on the layout of one batch
+def _outside_of_graphs(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedLayout | None,
+    scaling: float | None,
+    sliding_window: int | None,
+    dtype: torch.dtype,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     if packed is None:
         return sdpa_attention_forward(
             module,
@@ -66,10 +94,6 @@ def packed_attention(
             sliding_window=sliding_window,
             **options,
         )
-    # rotary embeddings leave float32 where matrix products run in less
-    dtype = value.dtype
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (part.to(dtype) for part in (query, key, value))
     attended = _attend(query, key, value, packed, scaling, sliding_window)
     # always contiguous and never a view, since compiled layers depend on the memory layout
@@ -90,9 +114,6 @@ def _attend(
         return _attend_to_copies(query, key, value, packed.copies, scaling, window)
     if window is not None and window >= packed.longest:
         window = None
-    is_even = packed.padded is None and window is None
-    if _fits_flash_attention(query, value, packed) and not is_even:
-        return _attend_on_gpu(query, key, value, packed, scaling, window)
     query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     return _attend_in_tables(query, key, value, packed, scaling, window)
 
@@ -123,60 +144,6 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def no_mask(device: torch.device) -> Tensor:
     """Return a dummy mask, so that a model does not create one; packed attention ignores it."""
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
-def _fits_flash_attention(query: Tensor, value: Tensor, packed: PackedLayout) -> bool:
-    head = query.shape[-1]
-    return (
-        query.is_cuda
-        and packed.starts is not None
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and head == value.shape[-1] <= _LARGEST_HEAD
-        and head % 8 == 0
-    )
-
-
-def _attend_on_gpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedLayout,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Return [N, Hq, D]; no padding anywhere."""
-    if packed.separate is not None and window is None:
-        lengths = list(packed.separate)
-        parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
-        with sdpa_kernel(_BY_SPEED, set_priority=True):
-            attended = [_attend_alone(q, k, v, scaling) for q, k, v in parts]
-        return torch.cat(attended, dim=2).squeeze(0).transpose(0, 1)
-    assert packed.starts is not None
-    attended = varlen_attn(
-        query.squeeze(0).transpose(0, 1),
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
-        packed.starts,
-        packed.starts,
-        packed.longest,
-        packed.longest,
-        scale=scaling,
-        window_size=(-1, 0) if window is None else (window - 1, 0),
-        **_GROUPED,
-    )
-    assert isinstance(attended, Tensor)
-    return attended
-
-
-def _attend_alone(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Return [1, Hq, L, D] of one sequence; padding on the right is never attended to."""
-    length = query.shape[2]
-    room = (0, 0, 0, -length % _LENGTH_MULTIPLE)
-    query, key, value = (pad(part, room) for part in (query, key, value))
-    attended = scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return attended[:, :, :length]
 
 
 def _attend_in_tables(
@@ -256,24 +223,16 @@ class _ToSlots(torch.autograd.Function):
 
 
 class _ToCopies(torch.autograd.Function):
-    """Copy tokens to their places in whole sequences; a prompt's gradients are added in float32."""
+    """Copy tokens to their places in whole sequences."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, copies: PromptCopies) -> Tensor:
         ctx.copies = copies
-        return tokens.index_select(0, copies.token)
+        return copies.spread(tokens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,), copies = gradients, ctx.copies
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        of_prompts = gradient.new_zeros(
-            len(copies.prompt_tokens), *gradient.shape[1:], dtype=dtype
-        ).index_add_(
-            0, copies.prompt_numbers, gradient.index_select(0, copies.prompt_places).to(dtype)
-        )
-        own = gradient.index_select(0, copies.own)
-        return own.index_copy_(0, copies.prompt_tokens, of_prompts.to(gradient.dtype)), None
+        return ctx.copies.add_up(gradients[0]), None
 
 
 class _FromSlots(torch.autograd.Function):

@@ -7,9 +7,12 @@ nowhere else, or, where every segment is one sequence, as the starts of the sequ
 know no shared prompts: for them, attention makes *copies* of prompts and sees whole sequences.
 """
 
+import copy
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -38,7 +41,7 @@ class _OnDevice:
 
     def to(self, device: torch.device) -> Any:
         """Move every tensor."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}  # type: ignore[arg-type]
         return replace(self, **{name: _moved(value, device) for name, value in values.items()})  # type: ignore[type-var]
 
 
@@ -112,6 +115,19 @@ class PromptCopies(_OnDevice):
     prompt_tokens: Tensor
     """[P] those tokens"""
 
+    def spread(self, tokens: Tensor) -> Tensor:
+        """Copy tokens [N, ...] to their places [M, ...]."""
+        return tokens.index_select(0, self.token)
+
+    def add_up(self, gradient: Tensor) -> Tensor:
+        """Return the gradient [N, ...] of tokens, of [M, ...] places; added in float32."""
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        of_prompts = gradient.new_zeros(
+            len(self.prompt_tokens), *gradient.shape[1:], dtype=dtype
+        ).index_add_(0, self.prompt_numbers, gradient.index_select(0, self.prompt_places).to(dtype))
+        own = gradient.index_select(0, self.own)
+        return own.index_copy_(0, self.prompt_tokens, of_prompts.to(gradient.dtype))
+
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> "PromptCopies":
         """Build the sequences of segments in the given order."""
@@ -166,6 +182,15 @@ class PackedLayout(_OnDevice):
     """[N] the slot of each token"""
     copies: PromptCopies | None = None
     """instead of tables, where prompts are shared and attention copies them"""
+    handle: Tensor = field(init=False, repr=False, compare=False)
+    """stands for the layout where only a tensor can be given; in host memory"""
+
+    def __post_init__(self) -> None:
+        twin = copy.copy(self)  # without a handle of its own: the handle keeps it alive
+        number = next(_NUMBERS)
+        self.handle = torch.tensor(number)
+        self.handle.packed_layout = twin  # type: ignore[attr-defined]
+        _OF_HANDLE[number] = twin
 
     @classmethod
     def of(cls, segments: Sequence[Segment], *, copies_prompts: bool = False) -> "PackedLayout":
@@ -202,6 +227,15 @@ class PackedLayout(_OnDevice):
             slot=None,
             copies=copies,
         )
+
+
+_NUMBERS = itertools.count()
+_OF_HANDLE: WeakValueDictionary[int, PackedLayout] = WeakValueDictionary()
+
+
+def layout_of(handle: Tensor) -> PackedLayout:
+    """Return the layout that a handle stands for."""
+    return _OF_HANDLE[int(handle)]
 
 
 def _are_all_long(lengths: Sequence[int]) -> bool:

@@ -102,7 +102,8 @@ def _logits_packed(model: Any) -> Tensor | None:
     device = next(model.parameters()).device
     shared = Segment(len(_PROMPT), tuple(map(len, _RESPONSES)))
     segments = [shared, *(Segment(len(other)) for other in _OTHERS)]
-    layout: PackedLayout = PackedLayout.of(segments).to(device)
+    layout: PackedLayout = PackedLayout.of(segments, copies_prompts=device.type != "cpu")
+    layout = layout.to(device)
     ids = [*_PROMPT, *(i for part in (*_RESPONSES, *_OTHERS) for i in part)]
     try:
         model.set_attn_implementation(_PROBE)
