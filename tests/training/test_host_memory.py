@@ -111,6 +111,18 @@ def test_every_input_is_written_and_given_up(
     assert not [each for each in gc.get_objects() if type(each) is host_memory._Saved]
 
 
+def test_an_empty_tensor_stays_where_it_is() -> None:
+    hooks, empty = HostActivations(), torch.empty(0)
+    first = hooks._write(torch.ones(2))
+    assert hooks._write(empty) is empty
+    assert hooks._read(empty) is empty
+    second = hooks._write(torch.zeros(2))
+    assert isinstance(first, host_memory._Saved)
+    assert isinstance(second, host_memory._Saved)
+    assert second.before is not None
+    assert second.before() is first  # what is read after it
+
+
 def test_offload_is_refused_where_it_makes_no_sense(policy: Policy) -> None:
     for key in ("cpu_offload", "optimizer_offload", "activation_offload"):
         settings = {key: True, "gradient_checkpointing": True}

@@ -87,7 +87,9 @@ class HostActivations(torch.autograd.graph.saved_tensors_hooks):
         self._newest: weakref.ref[_Saved] | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def _write(self, tensor: Tensor) -> "_Saved":
+    def _write(self, tensor: Tensor) -> "_Saved | Tensor":
+        if tensor.numel() == 0:
+            return tensor  # some versions of checkpoint save one beside the input, on the CPU
         saved = _Saved(_host_tensor(tensor), tensor.device, before=self._newest)
         self._newest = weakref.ref(saved)
         if not tensor.is_cuda:
@@ -108,7 +110,9 @@ class HostActivations(torch.autograd.graph.saved_tensors_hooks):
             tensor, written = self._writing.popleft()
             torch.cuda.current_stream(tensor.device).wait_event(written)
 
-    def _read(self, saved: "_Saved") -> Tensor:
+    def _read(self, saved: "_Saved | Tensor") -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
         self._release(0)
         tensor = saved.read(self._stream)
         previous = None if saved.before is None else saved.before()
