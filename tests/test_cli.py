@@ -258,7 +258,7 @@ def test_a_negative_number_is_a_value(config: str, capsys: pytest.CaptureFixture
 
 
 def test_importing_what_training_imports_prints_nothing() -> None:
-    """torchao, which PEFT imports, warns about kernels that it can't load here."""
+    """torchao and bitsandbytes, which PEFT imports, warn about kernels that they can't load."""
     code = "import trustbatch, trustbatch.build.session, peft, peft.tuners.lora"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True

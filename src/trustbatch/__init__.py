@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-# PEFT imports torchao where it is installed, which warns about kernels of other GPUs and Pythons
-# that it can't load, and about itself
-for _name in ("torchao", "torch.utils._pytree"):
+# PEFT imports torchao and bitsandbytes where they are installed, which warn about kernels of other
+# machines that they can't load, and about themselves
+for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 __version__ = "0.1.0"

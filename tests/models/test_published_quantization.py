@@ -22,6 +22,7 @@ from trustbatch.models.config import LoraConfig
 from trustbatch.models.policy import ADAPTER_FOLDER, Policy
 from trustbatch.models.quantization.formats import NF4_LEVELS, unpack_halves
 from trustbatch.models.quantization.layer import quantized_layers
+from trustbatch.rollout.native.decoder import LlamaDecoder
 from trustbatch.rollout.native.engine import NativeEngine
 
 pytest.importorskip("peft")
@@ -85,13 +86,20 @@ CONFIGS: dict[str, tuple[Callable[[Tensor], Written], dict[str, object]]] = {
 
 
 def write_by_hand(
-    source: Path, folder: Path, name: str, *, settings: dict[str, object] | None = None, **how: Any
+    source: Path,
+    folder: Path,
+    name: str,
+    *,
+    settings: dict[str, object] | None = None,
+    plain: str = "none",
+    **how: Any,
 ) -> dict[str, Tensor]:
-    """Write a folder in a format; return the weights that it has."""
+    """Write a folder in a format, layers called `plain` left out; return the weights it has."""
     make, config = CONFIGS[name]
     shutil.copytree(source, folder)
     tensors, weights = load_file(folder / "model.safetensors"), {}
-    for path in [key for key in tensors if key.endswith("_proj.weight")]:
+    linears = [key for key in tensors if key.endswith("_proj.weight")]
+    for path in [key for key in linears if plain not in key]:
         parts, weights[path] = make(tensors.pop(path), **how)
         tensors |= {path.removesuffix(".weight") + end: part for end, part in parts.items()}
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
@@ -137,6 +145,27 @@ def test_a_published_format_trains_with_adapters(
     again = loaded(tmp_path / "saved")
     assert again.quantization is None
     torch.testing.assert_close(logits(again), logits(policy), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@torch.no_grad()
+def test_layers_that_were_left_out(tiny_folder: Path, tmp_path: Path, precision: str) -> None:
+    write_by_hand(tiny_folder, tmp_path / "model", "nf4", plain="k_proj")
+    config = LoraConfig(rank=4)
+    policy = Policy.load(str(tmp_path / "model"), device="cpu", precision=precision, lora=config)
+    policy.add_adapters(config, seed=0)
+    assert not any("k_proj" in path for path in quantized_layers(policy.model))
+    decoder = NativeEngine(policy, seed=0)._batch.decoder
+    assert isinstance(decoder, LlamaDecoder)
+    decoder.refresh()
+    for own, layer in zip(decoder.layers, policy.model.model.layers, strict=True):
+        attention, inputs = layer.self_attn, torch.randn(5, 128)
+        with policy.autocast():
+            parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+            expected = torch.cat([part(inputs) for part in parts], -1)
+        tolerance = 1e-5 if precision == "float32" else 0.0
+        found = own.qkv(inputs.to(expected.dtype))
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nested nf4", "int8"])

@@ -172,6 +172,17 @@ def test_a_layer_computes_as_one_with_its_numbers(name: str, dtype: torch.dtype)
     assert not layer.bias.requires_grad
 
 
+def test_a_layer_is_compiled_without_a_break() -> None:
+    layer = layer_of("nf4")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    inputs = torch.randn(5, 192, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(inputs), layer(inputs))
+    operation = torch.ops.trustbatch.dequantized.default
+    parts = (layer.codes, layer.scale_bits, "nf4", 192, torch.bfloat16)
+    torch.library.opcheck(operation, parts, test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_casting_a_model_leaves_codes_and_scales(name: str) -> None:
     layer = layer_of(name)
