@@ -33,6 +33,21 @@ class HeadNorms(NamedTuple):
     key: Tensor
 
 
+class LayerPages(NamedTuple):
+    """Keys and values [pages, KV heads, PAGE, D] of one layer; FP8 ones are bytes with scales."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    """[pages, KV heads, PAGE] float32"""
+    value_scales: Tensor | None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether keys and values are e4m3."""
+        return self.key_scales is not None
+
+
 class Cache(Protocol):
     """Keys and values of all running rows, in every layer."""
 

@@ -5,7 +5,7 @@ under autocast, the residual stream float32), so that both compute the same func
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # (Triton comes with torch on machines with a GPU; it types kernels as plain functions)
 
 import torch

@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trustbatch.rollout.native.attention_kernels import LayerPages, attend, rotate_and_store
-from trustbatch.rollout.native.cache import GROWTH, PAGE, CacheFullError, HeadNorms, Heads
+from trustbatch.rollout.native.attention_kernels import attend
+from trustbatch.rollout.native.cache import (
+    GROWTH,
+    PAGE,
+    CacheFullError,
+    HeadNorms,
+    Heads,
+    LayerPages,
+)
 from trustbatch.rollout.native.linear import quantize_rows
 from trustbatch.rollout.native.prompt_tiles import PromptTiles
+from trustbatch.rollout.native.store_kernels import rotate_and_store
 
 SCRATCH = 0
 """the page that padding writes to"""
