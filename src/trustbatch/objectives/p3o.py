@@ -40,6 +40,7 @@ class P3O(Objective):
     anchor: str = "model"
     ess_scope: str = "step"
 
+    # False in a subclass whose weights depend on more totals than e
     estimates_totals: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
