@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda")  # without a number, as model.device names it
 
 
 @pytest.fixture

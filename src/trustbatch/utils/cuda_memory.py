@@ -32,7 +32,7 @@ def limit_memory(gib: float | None, device: torch.device) -> None:
         return
     _, total = torch.cuda.mem_get_info(device)
     fraction = min((gib * GIB - CUDA_OVERHEAD) / total, 1.0)
-    torch.cuda.set_per_process_memory_fraction(fraction, device)
+    torch.cuda.set_per_process_memory_fraction(fraction, _number(device))
 
 
 def usable_memory(device: torch.device) -> float:
@@ -50,4 +50,9 @@ def free_memory(device: torch.device) -> float:
 
 
 def _allowed(device: torch.device, total: int) -> float:
-    return torch.cuda.get_per_process_memory_fraction(device) * total
+    return torch.cuda.get_per_process_memory_fraction(_number(device)) * total
+
+
+def _number(device: torch.device) -> int:
+    """Return the number of a GPU; the allocator takes none without."""
+    return torch.cuda.current_device() if device.index is None else device.index
