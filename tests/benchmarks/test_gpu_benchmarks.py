@@ -130,6 +130,20 @@ def test_operations_are_those_that_torch_counts(
     assert counter.get_total_flops() == counted + masked - elementwise
 
 
+def test_the_memory_of_a_limited_process(scripts: Any, tmp_path: Path) -> None:
+    case = scripts.memory.CASES["tiny-limited"]
+    scripts.shapes.make_outline(scripts.shapes.SHAPES["tiny"], tmp_path, context=4096)
+    calls: list[dict[str, Any]] = []
+    generate, train = scripts.memory.compare(
+        "tiny-limited", case, str(tmp_path), steps=3, objective="grpo", note=calls.append
+    )
+    assert (generate["phase"], train["phase"]) == ("generate", "train")
+    assert [(each["call"], each["number"]) for each in calls] == [
+        ("load", 1),
+        *((name, number) for number in (1, 2, 3) for name in ("generate", "train")),
+    ]
+
+
 def test_the_memory(scripts: Any, model: str) -> None:
     generate, train = scripts.memory.compare(
         "tiny", scripts.memory.CASES["tiny"], model, steps=2, objective="grpo"

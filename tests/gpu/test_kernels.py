@@ -1,5 +1,6 @@
 """Triton kernels against plain torch; TRITON_INTERPRET=1 runs them without a GPU."""
 
+import math
 import os
 
 import pytest
@@ -108,7 +109,9 @@ def test_pages_hold_and_read_what_the_dense_cache_does(
         norms = HeadNorms(torch.rand(32, device=DEVICE), torch.rand(32, device=DEVICE))
     angles = torch.rand(600, 16, device=DEVICE).repeat(1, 2) * 6
     rotary = (angles.cos(), angles.sin())
-    paged = PagedCache(heads, 2, dtype, device=DEVICE, max_rows=16, is_fp8=is_fp8)
+    paged = PagedCache(
+        heads, 2, dtype, device=DEVICE, max_rows=16, room=lambda _: math.inf, is_fp8=is_fp8
+    )
     paged.num_processors = num_processors
     monkeypatch.setattr(prompt_tiles, "LEAST_SAVED", 0 if shares else 2**60)
     monkeypatch.setattr(prompt_tiles, "LEAST_SHARE", 0)
@@ -169,7 +172,7 @@ def test_pages_hold_and_read_what_the_dense_cache_does(
 def test_a_cleared_pool_starts_with_what_it_needed_before() -> None:
     """Growing takes time and leaves holes: a run pays for it once."""
     heads = Heads(num_query=2, num_kv=1, dim=16, epsilon=1e-6)
-    cache = PagedCache(heads, 1, torch.float32, device=DEVICE, max_rows=16)
+    cache = PagedCache(heads, 1, torch.float32, device=DEVICE, max_rows=16, room=lambda _: math.inf)
     cache.add_prompts([640] * 8, [1] * 8)
     cache.finish_prompts()
     held = 1 + 8 * 10

@@ -9,6 +9,7 @@ import pytest
 from transformers import Qwen3Config
 
 from trustbatch.cli import main
+from trustbatch.models.loading import count_parameters
 from trustbatch.models.tiny import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,7 @@ SHAPES = {
     "Qwen/Qwen3-1.7B": (2048, 6144, 28, 16, True, 1_720_574_976),
     "Qwen/Qwen3-4B": (2560, 9728, 36, 32, True, 4_022_468_096),
     "Qwen/Qwen3-8B": (4096, 12288, 36, 32, False, 8_190_735_360),
+    "Qwen/Qwen3-14B": (5120, 17408, 40, 40, False, 14_768_307_200),
 }
 
 
@@ -67,6 +69,8 @@ def test_the_plan_fits(
 ) -> None:
     model = model_of(command)
     write_shape(model, tmp_path / "shape")
+    # the shapes that are known without files are the same
+    assert count_parameters(model)[0] == SHAPES[model][-1]
     # a token a character, of digits and signs alone: longer than the prompts of most problems
     problem = {"id": "1", "problem": "1+" * 400 + "1=", "answer": "401"}
     (tmp_path / "train.jsonl").write_text(json.dumps(problem) + "\n", encoding="utf-8")

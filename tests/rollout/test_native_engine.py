@@ -2,6 +2,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from transformers import (
 
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.models.policy import Policy
-from trustbatch.rollout.native import engine as native_engine
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.decoder import LlamaDecoder
 from trustbatch.rollout.native.engine import NativeEngine
@@ -384,6 +384,63 @@ def test_a_full_cache_sends_rows_back_and_they_sample_the_same(
     assert tokens(engine.generate(requests)) == tokens(expected)
 
 
+def test_prompts_without_room_are_computed_in_smaller_groups(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = make_requests(policy, num_samples=4, max_tokens=20)
+    expected = NativeEngine(policy, seed=0).generate(requests)
+    engine = NativeEngine(policy, seed=0, max_sequences=12)
+    decoder = engine._batch.decoder
+    assert isinstance(decoder, LlamaDecoder)
+    layers = decoder._layers
+    sizes = []
+
+    def short_of_memory(token_ids: torch.Tensor, attend: Any) -> Any:
+        sizes.append(len(token_ids))
+        if len(sizes) in (1, 2, 9):
+            raise torch.OutOfMemoryError
+        return layers(token_ids, attend)
+
+    monkeypatch.setattr(decoder, "_layers", short_of_memory)
+    monkeypatch.setattr(engine._batch, "num_steps", 1)
+    assert tokens(engine.generate(requests)) == tokens(expected)
+    # three prompts of 6, 2 and 6 tokens with all their samples, the first, and that with half
+    assert sizes[:3] == [14, 6, 6]
+
+
+def test_rows_that_had_to_leave_are_not_sampled_again(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is sampled once: a row that comes back continues from what it has."""
+    requests = make_requests(policy, num_samples=4, max_tokens=20, stop_token_ids=())
+    engine = NativeEngine(policy, seed=0)
+    decoder = engine._batch.decoder
+    reserve, prefill = decoder.reserve, decoder.prefill
+    calls, lengths = [], []
+
+    def sometimes_full(num_steps: int) -> None:
+        calls.append(len(engine._batch.rows))
+        if len(calls) in (3, 4, 9, 25):
+            raise CacheFullError
+        reserve(num_steps)
+
+    def note(prompts: Sequence[Sequence[int]], copies: list[int]) -> torch.Tensor:
+        lengths.extend(len(prompt) for prompt in prompts)
+        return prefill(prompts, copies)
+
+    monkeypatch.setattr(decoder, "reserve", sometimes_full)
+    monkeypatch.setattr(decoder, "prefill", note)
+    completions = engine.generate(requests)
+    assert [len(c.token_ids) for c in completions] == [20] * len(completions)
+    num_prefills = len(lengths)
+    num_steps = sum(n for i, n in enumerate(calls, start=1) if i not in (3, 4, 9, 25))
+    # a prompt's first token is of all its 4 samples; every other prefill gives one more token
+    num_returns = num_prefills - len(requests)
+    assert num_returns > 5
+    assert num_steps + num_returns + 4 * len(requests) == 20 * len(completions)
+    assert max(lengths) > 10
+
+
 def test_requests_beyond_the_context_are_refused(policy: Policy) -> None:
     requests = make_requests(policy, max_tokens=policy.context_length)
     with pytest.raises(ConfigError, match="lower max_tokens"):
@@ -453,7 +510,7 @@ def test_a_model_with_its_own_forward_pass_takes_prompts_in_several_passes(
     other = changed_qwen2(policy, hidden_act="gelu")
     requests = make_requests(other)
     expected = NativeEngine(other, seed=0).generate(requests)
-    monkeypatch.setattr(native_engine, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(PortableDecoder, "prefill_tokens", 8)
     assert tokens(NativeEngine(other, seed=0).generate(requests)) == tokens(expected)
 
 

@@ -214,14 +214,6 @@ def test_a_model_that_does_not_name_its_layers_is_refused(
         recompute_layers(policy.model)
 
 
-def test_offload_is_refused_where_it_makes_no_sense(policy: Policy) -> None:
-    with pytest.raises(ConfigError, match=r"already with model.device = cpu"):
-        make_trainer(policy, cpu_offload=True)
-    policy.device = torch.device("cuda")
-    with pytest.raises(ConfigError, match="start the run with torchrun"):
-        make_trainer(policy, cpu_offload=True)
-
-
 @needs_compiler
 def test_moments_in_8_bits_learn_the_same(policy: Policy, sequences: list[TrainSequence]) -> None:
     pytest.importorskip("torchao")

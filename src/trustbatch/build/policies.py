@@ -9,6 +9,7 @@ from trustbatch.models.loading import default_precision
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.registry import engine_info
 from trustbatch.training.sharding import shard
+from trustbatch.utils.cuda_memory import limit_memory
 from trustbatch.utils.distributed import num_ranks, rank_device
 
 
@@ -34,6 +35,7 @@ def load_policy(config: Config) -> Policy:
 def load_model(config: Config, name: str | None = None) -> Policy:
     """Load the model of [model], or another one in its place and precision."""
     device, precision = config.model.device, config.model.precision
+    limit_memory(config.model.gpu_memory_limit_gib, rank_device(device))
     if num_ranks() > 1:
         # they first divide it, and only then move their parts to where they compute
         if precision == "auto":

@@ -16,6 +16,7 @@ from trustbatch.models.policy import default_precision
 from trustbatch.plan.demand import published_bytes
 from trustbatch.plan.outline import ModelOutline
 from trustbatch.rollout.registry import engine_info
+from trustbatch.utils.cuda_memory import usable_memory
 from trustbatch.weight_sync.group_publisher import ProcessGroupPublisher
 from trustbatch.weight_sync.publications import (
     DiskPublisher,
@@ -104,7 +105,7 @@ def this_endpoint() -> Endpoint:
 def _gpu_memory() -> float:
     if not torch.cuda.is_available():
         return 0.0
-    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return usable_memory(torch.device("cuda", torch.cuda.current_device()))
 
 
 @dataclass(frozen=True)

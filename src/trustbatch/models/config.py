@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from trustbatch.errors import ConfigError
-from trustbatch.utils.tables import Table
+from trustbatch.utils.tables import Changeable, Table
 
 ALL_LINEAR = "all-linear"
 
@@ -54,6 +54,8 @@ class ModelConfig(Table):
     """a folder with a Hugging Face checkpoint, a .gguf file, "smollm2", or a name on the hub"""
     device: str = "auto"
     """"auto" is the GPU where there is one, else "cpu\""""
+    gpu_memory_limit_gib: Changeable[float | None] = Field(default=None, gt=1.0)
+    """of a GPU that this process may use, CUDA's own part included; default: all of it"""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of matrix products; what is trained is always float32. "auto": bfloat16 on a GPU"""
     trust_remote_code: bool = False

@@ -34,11 +34,27 @@ _AUTO_MODEL: Any = AutoModelForCausalLM  # its published types do not fit its ow
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
     "num_hidden_layers": 36,
+    "max_position_embeddings": 40960,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
 _QWEN3_4B = _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+_QWEN3_06B = _QWEN3 | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+_QWEN3_17B = _QWEN3_06B | {"hidden_size": 2048, "intermediate_size": 6144}
+_QWEN3_14B = _QWEN3 | {
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "tie_word_embeddings": False,
+}
 _QWEN3_8B = _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 _QWEN25: dict[str, Any] = {
     "vocab_size": 151936,
@@ -59,6 +75,10 @@ _QWEN25_15B = _QWEN25 | {
 }
 KNOWN_MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Qwen/Qwen3-4B-Thinking-2507": (Qwen3Config, _QWEN3_4B),
+    "Qwen/Qwen3-0.6B": (Qwen3Config, _QWEN3_06B),
+    "Qwen/Qwen3-1.7B": (Qwen3Config, _QWEN3_17B),
+    "Qwen/Qwen3-4B": (Qwen3Config, _QWEN3_4B),
+    "Qwen/Qwen3-14B": (Qwen3Config, _QWEN3_14B),
     "Qwen/Qwen3-8B": (Qwen3Config, _QWEN3_8B),
     "Qwen/Qwen3-8B-Base": (Qwen3Config, _QWEN3_8B),
     "Qwen/Qwen2.5-1.5B": (Qwen2Config, _QWEN25_15B),

@@ -1,6 +1,6 @@
 """What to change if memory is short, in the order of the costs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,12 +9,14 @@ from trustbatch.plan.memory import Lora, Setting, size
 from trustbatch.rollout.registry import engine_info
 
 LORA_RANK = 16
+SMALLEST = "nf4"
+"""format of frozen weights"""
 MAX_GPUS = 64
 MIN_SEQUENCES = 16
 MIN_MICRO_BATCH_TOKENS = 2048
 """fewer do not keep a GPU busy"""
 MIN_SAVING = 0.02
-"""share of the needed memory; smaller savings are not suggested"""
+"""share of the memory; smaller savings are not suggested"""
 
 
 @dataclass(frozen=True)
@@ -64,33 +66,37 @@ def advise(
 ) -> Advice:
     """Find the cheapest changes that suffice, for one phase or for all of them."""
 
-    def needed(changes: Mapping[str, Change]) -> float:
-        values = {change.field: change.value for change in changes.values()}
-        plan = estimator.plan(replace(setting, **values))
-        return plan.needed if phase is None else plan.phase(phase).needed
+    def needed(changes: Sequence[Change]) -> list[float]:
+        values = {change.field: change.value for change in changes}
+        phases = estimator.plan(replace(setting, **values)).phases
+        return [each.needed for each in phases if phase in (None, each.name)]
 
-    before = needed({})
-    chosen: dict[str, Change] = {}
-    current = before
+    def excess(changes: Sequence[Change]) -> float:
+        # of both phases: a change that helps the smaller one is needed too
+        return sum(max(each - limit, 0.0) for each in needed(changes))
+
+    before = max(needed([]))
+    chosen: list[Change] = []
+    current = excess(chosen)
     for change in _changes(estimator, setting):
-        if current <= limit:
+        if current == 0.0:
             break
-        after = needed(chosen | {change.field: change})
-        if current - after > MIN_SAVING * before:
-            chosen[change.field] = change
+        after = excess([*chosen, change])
+        if current - after > MIN_SAVING * min(limit, before) or after == 0.0:
+            chosen.append(change)
             current = after
-    # later changes may have made earlier ones unnecessary
-    allowed = limit if current <= limit else current + MIN_SAVING * before
-    for field in list(chosen):
-        rest = {name: change for name, change in chosen.items() if name != field}
-        if needed(rest) <= allowed:
+    # later changes may have made earlier ones unnecessary: the dearest of them first
+    for change in reversed(chosen):
+        rest = [each for each in chosen if each is not change]
+        if excess(rest) <= current:
             chosen = rest
-    after = needed(chosen)
-    return Advice(tuple(chosen.values()), before - after, after, is_enough=after <= limit)
+    last_of_each = {change.field: change for change in chosen}
+    after = max(needed(chosen))
+    return Advice(tuple(last_of_each.values()), before - after, after, is_enough=after <= limit)
 
 
 def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
-    """Yield single changes, the cheapest first."""
+    """Yield single changes, the cheapest first: those that change what is trained come last."""
     config, hardware = estimator.config, estimator.hardware
     sleep_key = engine_info(config.rollout.engine).sleep_key
     if sleep_key is not None and config.cluster is None and not setting.engine_sleeps:
@@ -114,15 +120,31 @@ def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
     of_engines = 0.0 if demand is None else demand.engines.size * demand.engines.gpus
     for_training = hardware.num_available - of_engines
     yield from (change for change in more_gpus if change.value <= for_training)
+    if hardware.is_gpu:
+        yield from _offloads(setting)
     for tokens in _halved(min(setting.micro_batch_tokens, MIN_MICRO_BATCH_TOKENS), longest):
         yield _micro_batch(tokens)
     if not setting.eight_bit_optimizer and setting.lora is None:
         yield Change('training.optimizer = "adamw_8bit"', "eight_bit_optimizer", True)
+    if hardware.is_gpu and estimator.has_pages and not setting.fp8_cache:
+        yield Change('rollout.kv_precision = "fp8"', "fp8_cache", True)
     if setting.lora is None:
         yield Change(f"model.lora.rank = {LORA_RANK}", "lora", Lora(rank=LORA_RANK))
-    if hardware.is_gpu and setting.is_sharded and not setting.cpu_offload:
-        yield Change("training.cpu_offload = true", "cpu_offload", True)
-    yield from (change for change in more_gpus if change.value > for_training)
+    if setting.quantization is None:
+        yield Change(f'model.quantization = "{SMALLEST}"', "quantization", SMALLEST)
+    if hardware.num_available > 1:  # who has one GPU is not told to get more
+        yield from (change for change in more_gpus if change.value > for_training)
+
+
+def _offloads(setting: Setting) -> Iterator[Change]:
+    """Yield what can go to host memory."""
+    if setting.is_sharded:
+        if not setting.cpu_offload:
+            yield Change("training.cpu_offload = true", "cpu_offload", True)
+    elif not setting.optimizer_offload and not setting.eight_bit_optimizer:
+        yield Change("training.optimizer_offload = true", "optimizer_offload", True)
+    if not setting.activation_offload:
+        yield Change("training.activation_offload = true", "activation_offload", True)
 
 
 def _more_trainers(number: int, *, is_cluster: bool) -> Change:

@@ -8,7 +8,7 @@ from trustbatch.plan.advice import advise
 from trustbatch.plan.demand import amounts, seen_by_ray
 from trustbatch.plan.estimate import Estimator
 from trustbatch.plan.hardware import Hardware, find_hardware
-from trustbatch.plan.memory import MemoryPlan, Phase, Setting, size
+from trustbatch.plan.memory import CACHE, MemoryPlan, Phase, Setting, size
 from trustbatch.rollout.config import SecondPolicyConfig
 from trustbatch.tasks import FilteredTask, Task
 
@@ -79,7 +79,7 @@ def _memory(estimator: Estimator) -> list[str]:
     lines.append(f"{MARGIN}{where}, with {prompts}")
     if plan.fits:
         lines.append(f"{MARGIN}fits: needs {size(plan.needed)} of {size(plan.capacity)}")
-        lines += _waiting(plan)
+        lines += _waiting(plan, halves=estimator.has_pages and not setting.fp8_cache)
     else:
         advice = advise(estimator, setting, limit=plan.capacity)
         lines.append(
@@ -93,17 +93,20 @@ def _phase(phase: Phase) -> str:
     return f"{phase.name:8} {size(phase.total)}: {parts}"
 
 
-def _waiting(plan: MemoryPlan) -> list[str]:
-    """Note if some sequences have to wait for the memory of others."""
+def _waiting(plan: MemoryPlan, *, halves: bool) -> list[str]:
+    """Note if some sequences have to wait for the memory of others; `halves`: FP8 would help."""
     generate = plan.phase("generate")
     if generate.total <= plan.capacity:
         return []
-    elastic = generate.total - generate.needed
-    available = plan.capacity - generate.needed
-    return [
+    elastic = next(part for part in generate.parts if part.name == CACHE).num_bytes
+    available = plan.capacity - generate.needed_beside(CACHE)
+    sentence = (
         f"{MARGIN}keys and values get {size(available)} of {size(elastic)}: some sequences wait "
         "for others to finish, which takes longer but gives the same results"
-    ]
+    )
+    if halves and plan.is_gpu:
+        sentence += '; rollout.kv_precision = "fp8" halves them'
+    return [sentence]
 
 
 def _second_policy(config: Config, second: SecondPolicyConfig) -> str:

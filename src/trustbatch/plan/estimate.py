@@ -19,13 +19,19 @@ from trustbatch.plan.demand import (
     seen_by_ray,
 )
 from trustbatch.plan.hardware import Hardware, find_hardware
-from trustbatch.plan.memory import BFLOAT16, FLOAT32, MemoryPlan, Part, Phase, Setting
+from trustbatch.plan.memory import BFLOAT16, CACHE, FLOAT32, Lora, MemoryPlan, Part, Phase, Setting
 from trustbatch.plan.outline import Activations, ModelOutline, measure_activations
 from trustbatch.plan.token_counts import PromptLength, cached_tokens, longest_prompt
+from trustbatch.plan.weights import Weights
 from trustbatch.rollout.engine import EngineInfo
-from trustbatch.rollout.native.engine import PREFILL_TOKENS
+from trustbatch.rollout.native.workspace import (
+    MIN_PREFILL_TOKENS,
+    PREFILL_TOKENS,
+    bytes_per_prompt_token,
+)
 from trustbatch.rollout.registry import engine_info
 from trustbatch.tasks import Task
+from trustbatch.training.host_memory import MAX_WRITING
 from trustbatch.training.linear_logprobs import CPU_SLICE_BYTES, GPU_SLICE_BYTES
 from trustbatch.weight_sync.publications import keeps_on_gpu
 
@@ -41,6 +47,8 @@ REDUCED_LAYERS = 2
 """layers whose gradients are being reduced over the ranks, in float32"""
 ALL_LOGIT_COPIES = 5
 """float32 copies of all logits for models that transform them, as measured"""
+LEAST_ROWS = 8
+"""sequences that must have room at a time, or a run would hardly move"""
 TRUNCATED_LOGIT_COPIES = 8
 """copies of the logits of all rows if top-k or top-p sorts them"""
 
@@ -81,14 +89,23 @@ class Estimator:
         model = self.config.model
         return ModelOutline.read(model.name, trust_remote_code=model.trust_remote_code)
 
+    def activations(self, setting: Setting) -> Activations:
+        """Return the activations that its layers save, with adapters where it has any."""
+        lora, frozen = setting.lora, self.weights(setting).frozen_bytes
+        key = (lora, frozen)
+        if key not in self._measured:
+            self._measured[key] = measure_activations(
+                self.outline,
+                precision=self._autocast_dtype,
+                trust_remote_code=self.config.model.trust_remote_code,
+                lora=lora,
+                frozen=torch.bfloat16 if frozen == BFLOAT16 else torch.float32,
+            )
+        return self._measured[key]
+
     @cached_property
-    def activations(self) -> Activations:
-        """The activations that its layers save."""
-        return measure_activations(
-            self.outline,
-            precision=self._autocast_dtype,
-            trust_remote_code=self.config.model.trust_remote_code,
-        )
+    def _measured(self) -> dict[tuple[Lora | None, int], Activations]:
+        return {}
 
     @property
     def longest_sequence(self) -> int:
@@ -115,11 +132,11 @@ class Estimator:
         train = max(self._train(setting), key=lambda parts: sum(p.num_bytes for p in parts))
         if self.demand is None:
             engine = [
-                Part("engine's weights", self._engine_weights(self.outline, setting.is_sharded)),
-                Part("second policies", self._second_policies()),
+                Part("engine's weights", self._engine_weights(setting)),
+                Part("second policies", self._second_policies(setting)),
             ]
             return [*trainer, *engine, *generate], [*trainer, *engine, *train]
-        engines = self._engines_per_gpu(self.demand.engines, generate)
+        engines = self._engines_per_gpu(self.demand.engines, setting, generate)
         if self.shares_gpu:
             return [*trainer, *engines], [*trainer, *engines, *train]
         return engines, [*trainer, *train, Part("published weights", self._published(setting))]
@@ -134,51 +151,52 @@ class Estimator:
         method = self.config.cluster.weight_transfer
         return num_bytes if keeps_on_gpu(method, num_bytes, gpu_memory=memory) else 0.0
 
-    def _engines_per_gpu(self, bundles: Bundles, generate: list[Part]) -> list[Part]:
+    def _engines_per_gpu(
+        self, bundles: Bundles, setting: Setting, generate: list[Part]
+    ) -> list[Part]:
         """Parts of the engines that share one GPU; each has its own policy.
 
         An engine that copies the policy keeps it in host memory, and reserves what it needs.
         """
         number = min(math.floor(1 / bundles.gpus), bundles.size) if 0 < bundles.gpus < 1 else 1
+        merged = replace(setting, num_gpus=1, lora=None, quantization=None)
+        own = self.weights(setting).frozen or self.weights(merged).in_trainer
         of_one = [
-            Part(
-                "engine's parameters",
-                self._engine.shares_parameters * FLOAT32 * self.outline.num_parameters,
-            ),
-            Part("engine's weights", self._engine_weights(self.outline, is_sharded=False)),
-            Part("second policies", self._second_policies()),
+            Part("engine's parameters", self._engine.shares_parameters * own),
+            Part("engine's weights", self._engine_weights(merged)),
+            Part("second policies", self._second_policies(setting)),
             *generate,
         ]
-        return [replace(part, num_bytes=number * part.num_bytes) for part in of_one]
+        return [part.times(number) for part in of_one]
 
     def _trainer(self, setting: Setting) -> list[Part]:
         """Parts that the trainer keeps in both phases."""
-        on_device = 0.0 if setting.cpu_offload and self.hardware.is_gpu else 1 / setting.num_gpus
-        trainable = self._trainable(setting)
+        on_device, weights = self._on_device(setting), self.weights(setting)
         states = EIGHT_BIT_STATES if setting.eight_bit_optimizer else ADAMW_STATES
+        is_moved = setting.optimizer_offload and self.hardware.is_gpu and not setting.is_sharded
+        with_states = 0.0 if is_moved else on_device
         return [
-            Part("parameters", self._parameters(setting) * on_device),
-            Part("optimizer", states * trainable * on_device),
+            Part("parameters", weights.in_trainer * on_device),
+            Part("optimizer", states * weights.trained * with_states),
             Part("reference", FLOAT32 * self._reference_parameters(setting) * on_device),
         ]
 
-    def _parameters(self, setting: Setting) -> float:
-        """Bytes of all parameters, with adapters and frozen weights."""
-        whole = FLOAT32 * self.outline.num_parameters
-        if setting.lora is None:
-            return whole
-        saved = FLOAT32 - setting.lora.base_bytes
-        adapted = self.outline.adapted_weights(setting.lora.targets)
-        return whole + FLOAT32 * self._trainable(setting) - saved * adapted
+    def weights(self, setting: Setting, outline: ModelOutline | None = None) -> Weights:
+        """Return the sizes of the weights of the trained model, or of another one."""
+        return Weights(
+            outline or self.outline,
+            setting,
+            products=self._autocast_dtype,
+            engine_precision=self._engine_precision,
+            is_gpu=self.hardware.is_gpu,
+        )
 
-    def _trainable(self, setting: Setting) -> int:
-        if setting.lora is None:
-            return self.outline.num_parameters
-        return self.outline.adapter_parameters(setting.lora.rank, setting.lora.targets)
+    def _on_device(self, setting: Setting) -> float:
+        """Return the share of what is divided over ranks that is in the memory of each."""
+        return 0.0 if setting.cpu_offload and self.hardware.is_gpu else 1 / setting.num_gpus
 
     def _gradients(self, setting: Setting) -> float:
-        on_device = 0.0 if setting.cpu_offload and self.hardware.is_gpu else 1 / setting.num_gpus
-        return FLOAT32 * self._trainable(setting) * on_device
+        return FLOAT32 * self.weights(setting).trained * self._on_device(setting)
 
     def _reference_parameters(self, setting: Setting) -> int:
         if not self.config.objective.build().reference_kl_coef:
@@ -191,41 +209,35 @@ class Estimator:
             name, trust_remote_code=self.config.model.trust_remote_code
         ).num_parameters
 
-    def _second_policies(self) -> float:
+    def _second_policies(self, setting: Setting) -> float:
         if not self._engine.shares_parameters:
             return 0.0  # they are in host memory
         outlines = [
             ModelOutline.read(second.model, trust_remote_code=second.trust_remote_code)
             for second in self.config.rollout.policies
         ]
+        whole = replace(setting, num_gpus=1, lora=None, quantization=None)
         return sum(
-            FLOAT32 * each.num_parameters + self._engine_weights(each, is_sharded=False)
-            for each in outlines
+            FLOAT32 * each.num_parameters + self.weights(whole, each).in_engine for each in outlines
         )
 
-    def _engine_weights(self, outline: ModelOutline, is_sharded: bool) -> float:
+    def _engine_weights(self, setting: Setting) -> float:
         """Bytes that an engine on the trainer's parameters keeps beside them."""
         if not self._engine.shares_parameters:
             return 0.0
-        images = self._images(outline)
-        if not is_sharded:
-            return images
+        if not setting.is_sharded:
+            return self.weights(setting).in_engine
         # a full model of its own, with linear layers in the trainer's precision
+        outline = self.outline
+        if setting.lora is not None:
+            return self.weights(setting).frozen
+        images = self.weights(setting).in_engine
         replica = FLOAT32 * outline.num_parameters
         if self._autocast_dtype is not None:
             replica -= (FLOAT32 - BFLOAT16) * outline.linear_weights
             if self._engine_precision == "bfloat16" and self.hardware.is_gpu and images:
                 images = BFLOAT16 * outline.head_weights  # rounded layers need no copy
         return replica + images
-
-    def _images(self, outline: ModelOutline) -> float:
-        """Bytes of rounded or reordered copies of float32 weights."""
-        images = outline.decoded_weights
-        if not self.hardware.is_gpu:
-            return FLOAT32 * images
-        if self._engine_precision == "fp8":
-            return images + (BFLOAT16 - 1) * outline.head_weights
-        return BFLOAT16 * images if self._engine_precision == "bfloat16" else 0.0
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
@@ -257,16 +269,32 @@ class Estimator:
             paged=self.hardware.is_gpu and outline.is_decoded_fast,
         )
         in_cache = outline.cached_numbers * _itemsize(self._engine_precision)
+        if setting.fp8_cache and self.hardware.is_gpu:
+            in_cache = outline.cached_numbers + FLOAT32 * outline.cached_vectors  # and scales
         # while the cache grows, one layer's keys or values exist twice
-        cache = tokens * in_cache * (1 + 0.5 / outline.num_layers)
+        growing = 1 + 0.5 / outline.num_layers
+        cache = tokens * in_cache * growing
+        least = min(num_rows, LEAST_ROWS) * self.longest_sequence * in_cache * growing
         truncates = rollout.top_k > 0 or rollout.top_p < 1.0
         copies = TRUNCATED_LOGIT_COPIES if truncates else 2
-        prompt_pass = min(PREFILL_TOKENS, num_prompts * self.prompt.num_tokens)
+        prompts = min(PREFILL_TOKENS, num_prompts * self.prompt.num_tokens)
+        per_token = self.activations(setting).layer
+        if self.has_pages:
+            per_token = bytes_per_prompt_token(outline.config)
         return [
-            Part("keys and values", cache, is_elastic=True),
+            Part(CACHE, cache, least=min(least, cache)),
             Part("logits", copies * FLOAT32 * num_rows * outline.vocabulary),
-            Part("prompts", prompt_pass * self.activations.layer),
+            Part(
+                "prompts", prompts * per_token, least=min(prompts, MIN_PREFILL_TOKENS) * per_token
+            ),
+            # the layers with the same input are one product: gate and up are the largest
+            Part("one layer, dequantized", 2 * self.weights(setting).dequantized),
         ]
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether the native engine's own decoder samples, whose cache can have FP8 numbers."""
+        return self._engine.shares_parameters and self.outline.is_decoded_fast
 
     def _rows_per_call(self, setting: Setting) -> int:
         """Number of sequences per call of an engine."""
@@ -305,11 +333,12 @@ class Estimator:
         head = Part("log-probs", self._log_probs(tokens, setting))
         # saved with the activations: with checkpointing, those of one layer at a time
         num_rounded = 1 if setting.gradient_checkpointing else self.outline.num_layers
-        rounded_layer = 0.0 if setting.is_sharded else self.activations.rounded_layer
+        rounded_layer = 0.0 if setting.is_sharded else self.activations(setting).rounded_layer
         rounded = Part("rounded weights", rounded_layer * num_rounded)
+        dequantized = Part("one layer, dequantized", self.weights(setting).dequantized)
         moments = [
             # the head's backward pass, with the activations of all layers
-            [*parts, gathered, saved, head, rounded],
+            [*parts, gathered, saved, head, rounded, dequantized],
             # the end: all gradients, and the last one before it is accumulated
             [*parts, gathered, gradients, Part("last gradient", self._head_gradient(setting))],
         ]
@@ -319,11 +348,14 @@ class Estimator:
 
     def _saved_per_token(self, setting: Setting) -> float:
         """Bytes saved per token by all layers; with checkpointing, by their inputs and one."""
-        in_layer = self.activations.layer * (COMPILED if setting.compiled else 1.0)
-        num_layers = self.outline.num_layers
+        measured = self.activations(setting)
+        in_layer = measured.layer * (COMPILED if setting.compiled else 1.0)
+        num_inputs = self.outline.num_layers
         if not setting.gradient_checkpointing:
-            return in_layer * num_layers + self.activations.around
-        return FLOAT32 * self.outline.width * num_layers + in_layer + self.activations.around
+            return in_layer * num_inputs + measured.around
+        if setting.activation_offload and self.hardware.is_gpu:
+            num_inputs = min(num_inputs, 1 + MAX_WRITING)
+        return FLOAT32 * self.outline.width * num_inputs + in_layer + measured.around
 
     def _log_probs(self, tokens: int, setting: Setting) -> float:
         """Bytes of the head's backward pass: a slice of logits, and gradients of its inputs."""

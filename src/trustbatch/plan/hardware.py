@@ -1,16 +1,15 @@
 """The hardware that a run is planned for: this machine, or given GPUs."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from trustbatch.config import Config
 from trustbatch.plan.demand import gpus_needed
-from trustbatch.plan.memory import GIB, size
+from trustbatch.plan.memory import size
+from trustbatch.utils.cuda_memory import CUDA_OVERHEAD, GIB
 
-CUDA_OVERHEAD = 1.0 * GIB
-"""bytes per GPU outside of torch: CUDA's context, kernels and library workspaces"""
 FRAGMENTATION = 0.04
 """share of a GPU's memory that the allocator can't use"""
 
@@ -38,6 +37,15 @@ def find_hardware(
     config: Config, *, num_gpus: int | None = None, gpu_memory: float | None = None
 ) -> Hardware:
     """Return the hardware of this machine, or `num_gpus` GPUs of `gpu_memory` bytes."""
+    hardware = _find_hardware(config, num_gpus=num_gpus, gpu_memory=gpu_memory)
+    limit = config.model.gpu_memory_limit_gib
+    if limit is None or not hardware.is_gpu or limit * GIB >= hardware.memory:
+        return hardware
+    name = f"{hardware.name} limited to {size(limit * GIB)}"
+    return replace(hardware, memory=limit * GIB, name=name)
+
+
+def _find_hardware(config: Config, *, num_gpus: int | None, gpu_memory: float | None) -> Hardware:
     device = config.model.device
     num = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
     num_available = num_gpus

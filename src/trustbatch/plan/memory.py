@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from trustbatch.config import Config
 from trustbatch.models.config import ALL_LINEAR, LoraConfig
 from trustbatch.rollout.registry import engine_info
+from trustbatch.utils.cuda_memory import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +15,8 @@ class Lora:
     rank: int
     targets: tuple[str, ...] | None = None
     """names of the adapted layers; None is every linear layer of the decoder"""
-    base_bytes: int = 4
-    """bytes per frozen weight of an adapted layer"""
+    base_precision: str = "auto"
+    """of the frozen weights; "auto" is that of matrix products"""
 
     @classmethod
     def of(cls, config: LoraConfig) -> "Lora":
@@ -23,7 +24,7 @@ class Lora:
         return cls(
             rank=config.rank,
             targets=None if ALL_LINEAR in config.targets else config.targets,
-            base_bytes=2 if config.base_precision == "bfloat16" else 4,
+            base_precision=config.base_precision,
         )
 
 
@@ -38,7 +39,13 @@ class Setting:
     compiled: bool = False
     eight_bit_optimizer: bool = False
     cpu_offload: bool = False
+    optimizer_offload: bool = False
+    activation_offload: bool = False
     lora: Lora | None = None
+    quantization: str | None = None
+    """format of the frozen linear layers"""
+    fp8_cache: bool = False
+    """whether keys and values are kept in 8 bits"""
     engine_sleeps: bool = False
     """whether the engine frees its reserved memory while the policy is trained"""
     direct_transfer: bool = False
@@ -57,6 +64,10 @@ class Setting:
             compiled=training.compile,
             eight_bit_optimizer=training.optimizer == "adamw_8bit",
             cpu_offload=training.cpu_offload,
+            optimizer_offload=training.optimizer_offload,
+            activation_offload=training.activation_offload,
+            quantization=config.model.quantization,
+            fp8_cache=config.rollout.kv_precision == "fp8",
             lora=None if lora is None else Lora.of(lora),
             engine_sleeps=info.sleeps(info.table(config.rollout)),
             direct_transfer=cluster is not None
@@ -69,9 +80,12 @@ class Setting:
         return self.num_gpus > 1
 
 
-GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2
 """bytes per number"""
+
+
+CACHE = "keys and values"
+"""the part of which sequences wait for one another"""
 
 
 @dataclass(frozen=True)
@@ -80,8 +94,13 @@ class Part:
 
     name: str
     num_bytes: float
-    is_elastic: bool = False
-    """whether the run can continue, more slowly, with less"""
+    least: float | None = None
+    """bytes with which the run can go on, more slowly; None: it needs all"""
+
+    def times(self, number: int) -> "Part":
+        """Return the memory of as many equal ones."""
+        least = None if self.least is None else number * self.least
+        return Part(self.name, number * self.num_bytes, least)
 
 
 @dataclass(frozen=True)
@@ -100,7 +119,15 @@ class Phase:
     @property
     def needed(self) -> float:
         """Bytes without which the phase can't run."""
-        return sum(part.num_bytes for part in self.parts if not part.is_elastic)
+        return self.needed_beside("")
+
+    def needed_beside(self, name: str) -> float:
+        """Bytes without which the phase can't run, those of one part left aside."""
+        return sum(
+            part.num_bytes if part.least is None else part.least
+            for part in self.parts
+            if part.name != name
+        )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Sizes of a model, read from a copy without weights, and of its activations, as measured."""
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from trustbatch.models.loading import empty_model, without_weights
 from trustbatch.models.packing.attention import NAME, REPLACES, no_mask
 from trustbatch.models.packing.layout import PackedLayout, Segment
+from trustbatch.models.rounding import round_weights
+from trustbatch.plan.memory import Lora
 from trustbatch.rollout.native.architecture import read_architecture
 from trustbatch.training.sharding import decoder_layers
 
@@ -67,6 +70,30 @@ class ModelOutline:
         """Number of weights of all linear layers in the decoder."""
         return sum(layer.weight.numel() for _, layer in self._linear_layers())
 
+    @cached_property
+    def linear_weights_by_width(self) -> dict[int, int]:
+        """Number of weights of the decoder's linear layers, by their number of inputs."""
+        found: Counter[int] = Counter()
+        for _, layer in self._linear_layers():
+            found[layer.in_features] += layer.weight.numel()
+        return dict(found)
+
+    @cached_property
+    def largest_linear(self) -> int:
+        """Number of weights of the largest linear layer in the decoder."""
+        return max((layer.weight.numel() for _, layer in self._linear_layers()), default=0)
+
+    @cached_property
+    def embedded_weights(self) -> int:
+        """Number of weights of embeddings and output head; a shared matrix counts once."""
+        inside = {id(layer.weight) for _, layer in self._linear_layers()}
+        weights = {
+            id(module.weight): module.weight.numel()
+            for module in self.model.modules()
+            if isinstance(module, nn.Linear | nn.Embedding) and id(module.weight) not in inside
+        }
+        return sum(weights.values())
+
     @property
     def is_decoded_fast(self) -> bool:
         """Whether the native engine has a fast decoder for it."""
@@ -95,20 +122,27 @@ class ModelOutline:
     @property
     def cached_numbers(self) -> int:
         """Numbers per token in the KV cache, over all layers."""
+        return self.cached_vectors * self.head_dim
+
+    @property
+    def cached_vectors(self) -> int:
+        """Keys and values per token in the KV cache, over all layers and heads."""
         config = self.config
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return 2 * self.num_layers * num_heads * dim
+        return 2 * self.num_layers * num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key or value."""
+        config = self.config
+        dim = getattr(config, "head_dim", None)
+        return int(dim or config.hidden_size // config.num_attention_heads)
 
     def adapter_parameters(self, rank: int, targets: Sequence[str] | None) -> int:
         """Number of parameters of LoRA adapters on the named layers, or on all linear layers."""
         return sum(
             rank * (layer.in_features + layer.out_features) for layer in self._adapted(targets)
         )
-
-    def adapted_weights(self, targets: Sequence[str] | None) -> int:
-        """Number of weights of the adapted layers."""
-        return sum(layer.weight.numel() for layer in self._adapted(targets))
 
     def _adapted(self, targets: Sequence[str] | None) -> list[nn.Linear]:
         return [
@@ -145,17 +179,28 @@ class Activations:
 
 
 def measure_activations(
-    outline: ModelOutline, *, precision: torch.dtype | None, trust_remote_code: bool = False
+    outline: ModelOutline,
+    *,
+    precision: torch.dtype | None,
+    trust_remote_code: bool = False,
+    lora: Lora | None = None,
+    frozen: torch.dtype = torch.float32,
 ) -> Activations:
     """Measure with four small passes over models of one and two layers, in about a second.
+
+    With `lora` the layers have adapters, beside frozen weights of the given type.
 
     Weights are uninitialized: sizes do not depend on them. Attention saves the same on a CPU as on
     a GPU: query, key, value, output and normalizer.
     """
+    decoders = {
+        depth: _shallow(outline, depth, trust_remote_code=trust_remote_code) for depth in (1, 2)
+    }
+    if lora is not None:
+        for decoder in decoders.values():
+            _adapt(decoder, lora, frozen)
     saved = {
-        (depth, length): _saved_bytes(
-            _shallow(outline, depth, trust_remote_code=trust_remote_code), length, precision
-        )
+        (depth, length): _saved_bytes(decoders[depth], length, precision)
         for depth in (1, 2)
         for length in LENGTHS
     }
@@ -182,6 +227,30 @@ def _shallow(outline: ModelOutline, depth: int, *, trust_remote_code: bool) -> A
     if model.config._attn_implementation == REPLACES and model._can_set_attn_implementation():
         model.set_attn_implementation(NAME)
     return model.get_decoder().to_empty(device="cpu")
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer with an adapter, as PEFT computes it; PEFT may not be installed."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(inputs) + self.up(self.down(inputs)) * 2.0
+
+
+def _adapt(decoder: Any, lora: Lora, frozen: torch.dtype) -> None:
+    """Freeze a model, and add adapters to its layers."""
+    decoder.requires_grad_(False)
+    if frozen == torch.bfloat16:
+        round_weights(decoder)
+    for owner in list(decoder.modules()):
+        for name, layer in list(owner.named_children()):
+            if type(layer) is nn.Linear and (lora.targets is None or name in lora.targets):
+                setattr(owner, name, _Adapted(layer, lora.rank))
 
 
 def _saved_bytes(decoder: Any, length: int, precision: torch.dtype | None) -> int:

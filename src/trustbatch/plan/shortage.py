@@ -71,14 +71,16 @@ def _available_hardware(config: Config) -> Hardware:
         return replace(hardware, memory=min(hardware.memory, limit)) if is_limited else hardware
     free, total = torch.cuda.mem_get_info()
     of_others = total - free - torch.cuda.memory_reserved()
-    return replace(hardware, memory=total - max(of_others, 0))
+    return replace(hardware, memory=min(hardware.memory, total - max(of_others, 0)))
 
 
 def _memory_in_use(config: Config) -> str:
-    if find_hardware(config).is_gpu:
+    hardware = find_hardware(config)
+    if hardware.is_gpu:
         free, total = torch.cuda.mem_get_info()
         own, others = torch.cuda.memory_reserved(), total - free - torch.cuda.memory_reserved()
-        return f"{size(own)} (and {size(others)} by others and CUDA) of {size(total)}"
+        of_all = size(min(hardware.memory, total))
+        return f"{size(own)} (and {size(others)} by others and CUDA) of {of_all}"
     # kilobytes, but bytes on a Mac
     unit = 1 if sys.platform == "darwin" else 1024
     return size(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from trustbatch.models.policy import Policy
+from trustbatch.utils.cuda_memory import free_memory
 from trustbatch.utils.distributed import num_ranks
 
 FREE_MEMORY_FRACTION = 0.3
@@ -26,7 +27,7 @@ class ActivationBudget:
         self.left = 0.0
         if self.is_measured:
             gradients = sum(p.nbytes for p in policy.model.parameters() if p.requires_grad)
-            self.left = FREE_MEMORY_FRACTION * (self._free() - gradients)
+            self.left = FREE_MEMORY_FRACTION * (free_memory(self.device) - gradients)
 
     def has_room(self) -> bool:
         """Whether the activations of one more pass may be held."""
@@ -43,7 +44,3 @@ class ActivationBudget:
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.is_measured else 0
-
-    def _free(self) -> int:
-        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return torch.cuda.mem_get_info(self.device)[0] + unused

@@ -26,6 +26,10 @@ class TrainingConfig(Table):
     """compile the layers of the model"""
     cpu_offload: Changeable[bool] = False
     """keep parameters, gradients and optimizer state in host memory; with several ranks"""
+    optimizer_offload: Changeable[bool] = False
+    """keep the optimizer's moments in host memory; with one rank"""
+    activation_offload: Changeable[bool] = False
+    """keep the inputs of layers that are recomputed in host memory"""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """"adamw_8bit" keeps its moments in 8 bits"""
     learning_rate: float = Field(default=1e-5, gt=0.0)
@@ -45,4 +49,14 @@ class TrainingConfig(Table):
             raise ValueError('training.policy_temperature must be above 0, or "rollout"')
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError("training.betas must be two numbers in [0, 1)")
+        if self.activation_offload and not self.gradient_checkpointing:
+            raise ValueError(
+                "training.activation_offload keeps the inputs of recomputed layers in host memory: "
+                "set training.gradient_checkpointing = true too, or remove it"
+            )
+        if self.optimizer_offload and self.optimizer != "adamw":
+            raise ValueError(
+                "training.optimizer_offload keeps the moments of training.optimizer = "
+                f'"adamw" in host memory, and it is "{self.optimizer}": change one of the two'
+            )
         return self

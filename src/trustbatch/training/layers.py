@@ -8,6 +8,7 @@ before the backward pass in which it is recomputed.
 import functools
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import decoder_layers
+from trustbatch.training.host_memory import HostActivations
 
 MAX_GRAPHS = 16
 """graphs per function: with and without gradient, with adapters, for a reference model"""
@@ -36,10 +38,14 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
         layer.forward = functools.partial(_run_compiled, compiled, layer, layer.forward)
 
 
-def recompute_layers(model: nn.Module) -> None:
-    """Checkpoint activations: keep only each layer's input, and recompute the rest in backward."""
+def recompute_layers(model: nn.Module, *, offload: bool = False) -> None:
+    """Checkpoint activations: keep only each layer's input, and recompute the rest in backward.
+
+    With `offload` the inputs are in host memory meanwhile.
+    """
+    inputs = HostActivations() if offload else nullcontext()
     for layer in _decoder_layers(model, "gradient_checkpointing"):
-        layer.forward = functools.partial(_run_recomputed, layer.forward)
+        layer.forward = functools.partial(_run_recomputed, layer.forward, inputs)
 
 
 @functools.cache
@@ -57,11 +63,14 @@ def _run_compiled(
     return compiled(layer, *args, **kw)
 
 
-def _run_recomputed(forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+def _run_recomputed(
+    forward: Callable[..., Any], inputs: AbstractContextManager[Any], *args: Any, **kw: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kw)
-    # without dropout there is no random state to restore
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kw)
+    with inputs:  # what is saved inside the layer is checkpoint's own affair
+        # without dropout there is no random state to restore
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kw)
 
 
 def _decoder_layers(model: nn.Module, key: str) -> list[nn.Module]:

@@ -11,20 +11,30 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from trustbatch.errors import ConfigError
+from trustbatch.training.host_memory import HostAdamW
 from trustbatch.training.layers import refuse_missing_compiler
 
 
 def build_optimizer(
-    name: str, parameters: Iterable[Parameter], *, betas: tuple[float, float], weight_decay: float
+    name: str,
+    parameters: Iterable[Parameter],
+    *,
+    betas: tuple[float, float],
+    weight_decay: float,
+    offload: bool = False,
 ) -> Optimizer:
-    """Build AdamW; the learning rate is set before each step by the schedule."""
+    """Build AdamW; the learning rate is set before each step by the schedule.
+
+    With `offload` its moments are in host memory.
+    """
     settings: dict[str, Any] = {"lr": 0.0, "betas": betas, "weight_decay": weight_decay}
     parameters = list(parameters)
     if name == "adamw_8bit":
         library = _import_torchao()
         refuse_missing_compiler('training.optimizer = "adamw_8bit"', "adamw", parameters[0].device)
         return library.AdamW8bit(parameters, **settings)
-    return torch.optim.AdamW(parameters, fused=True, **settings)
+    kind = HostAdamW if offload else torch.optim.AdamW
+    return kind(parameters, fused=True, **settings)
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:

@@ -43,16 +43,20 @@ def shard(policy: Policy, *, device: torch.device, offload: bool = False) -> Non
 
 
 def refuse_useless_offload(config: TrainingConfig, device: torch.device) -> None:
-    """Refuse `training.cpu_offload` without a GPU or without sharding, where it has no effect."""
-    if not config.cpu_offload:
-        return
-    if device.type == "cpu":
-        raise ConfigError(
-            "training.cpu_offload keeps parameters in host memory, where they are already with "
-            "model.device = cpu: set it to false."
-        )
-    if num_ranks() == 1:
+    """Refuse a kind of offload without a GPU, or for another number of ranks than it is for."""
+    for key in ("cpu_offload", "optimizer_offload", "activation_offload"):
+        if getattr(config, key) and device.type == "cpu":
+            raise ConfigError(
+                f"training.{key} keeps in host memory what is there already with "
+                "model.device = cpu: set it to false."
+            )
+    if config.cpu_offload and num_ranks() == 1:
         raise ConfigError(
             "training.cpu_offload only applies to parameters sharded over several processes: "
-            "start the run with torchrun, or set it to false."
+            "start the run with torchrun, or set training.optimizer_offload = true in its place."
+        )
+    if config.optimizer_offload and num_ranks() > 1:
+        raise ConfigError(
+            "training.optimizer_offload is for one process: set training.cpu_offload = true in its "
+            "place."
         )

@@ -67,6 +67,7 @@ class Trainer:
             [parameter for _, parameter in policy.trained_parameters()],
             betas=config.betas,
             weight_decay=config.weight_decay,
+            offload=config.optimizer_offload,
         )
         self._packs = all(each.packs for each in policies)
         self.num_optimizer_steps = 0
@@ -402,4 +403,5 @@ def _prepare_layers(policies: Sequence[Policy], config: TrainingConfig) -> None:
         for model in models:
             compile_layers(model)
     if config.gradient_checkpointing:
-        recompute_layers(policies[0].model)  # a reference has no backward pass
+        # a reference has no backward pass
+        recompute_layers(policies[0].model, offload=config.activation_offload)

@@ -1,7 +1,12 @@
-"""Settings of torch's CUDA memory allocator."""
+"""The memory of a GPU: torch's allocator, a limit on this process, and what is left of it."""
 
 import os
 
+import torch
+
+GIB = 2**30
+CUDA_OVERHEAD = 1.0 * GIB
+"""bytes per GPU outside of torch: CUDA's context, kernels and library workspaces"""
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """environment variables that configure the allocator: the new name, and the deprecated one"""
 
@@ -16,3 +21,38 @@ def enable_expandable_segments() -> None:
     """
     if not any(name in os.environ for name in VARIABLES):
         os.environ[VARIABLES[0]] = "expandable_segments:True"
+
+
+def limit_memory(gib: float | None, device: torch.device) -> None:
+    """Let this process use no more than `gib` of a GPU, of which CUDA itself takes a part.
+
+    The allocator keeps the limit, so that it holds for everything that torch allocates.
+    """
+    if gib is None or device.type != "cuda":
+        return
+    _, total = torch.cuda.mem_get_info(device)
+    fraction = min((gib * GIB - CUDA_OVERHEAD) / total, 1.0)
+    torch.cuda.set_per_process_memory_fraction(fraction, _number(device))
+
+
+def usable_memory(device: torch.device) -> float:
+    """Return the bytes of a GPU that this process may use, with CUDA's own part."""
+    _, total = torch.cuda.mem_get_info(device)
+    return min(_allowed(device, total) + CUDA_OVERHEAD, float(total))
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the bytes that new tensors can have on a GPU: all questions of room come here."""
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - allocated
+    return min(float(free + unused), _allowed(device, total) - allocated)
+
+
+def _allowed(device: torch.device, total: int) -> float:
+    return torch.cuda.get_per_process_memory_fraction(_number(device)) * total
+
+
+def _number(device: torch.device) -> int:
+    """Return the number of a GPU; the allocator takes none without."""
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.decoder import Decoder
 from trustbatch.rollout.sampling import SampledTokens, sample_tokens
 from trustbatch.types import GenerationRequest, SamplingParams
@@ -91,7 +92,10 @@ class RunningBatch:
         self.decoder.reserve(num_steps)
         self.column.zero_()
         if self.decoder.uses_cuda_graphs:
-            graph = self._graph(sampling)
+            try:
+                graph = self._graph(sampling)
+            except torch.OutOfMemoryError as error:
+                raise CacheFullError from error  # fewer rows need less
             for _ in range(num_steps):
                 graph.replay()
         else:

@@ -81,6 +81,10 @@ class Cache(Protocol):
         """
         ...
 
+    def drop_prompts(self) -> None:
+        """Give up the prompts added last, in place of `finish_prompts`."""
+        ...
+
     def finish_prompts(self) -> None:
         """Turn the prompts added last, stored in all layers, into running rows."""
         ...

@@ -12,10 +12,11 @@ from torch.nn import functional
 from trustbatch.errors import ConfigError
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.architecture import Architecture
-from trustbatch.rollout.native.cache import Cache, HeadNorms
+from trustbatch.rollout.native.cache import Cache, CacheFullError, HeadNorms
 from trustbatch.rollout.native.dense_cache import DenseCache
 from trustbatch.rollout.native.linear import Linear, build_linear
 from trustbatch.rollout.native.packed_prompts import pack_prompts
+from trustbatch.rollout.native.workspace import Workspace
 
 ROTARY_STEP = 1024
 """positions by which the table of rotary embeddings grows"""
@@ -28,6 +29,11 @@ class Decoder(Protocol):
     """whether prompts can be added while rows are running"""
     uses_cuda_graphs: bool
     """whether a step is captured once and replayed"""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that one prefill may have, including padding."""
+        ...
 
     @property
     def address(self) -> tuple[int, int]:
@@ -106,6 +112,7 @@ class LlamaDecoder:
 
             self.operations = kernels
         self.rotary = architecture.rotary(ROTARY_STEP, self.device)
+        self.workspace = Workspace(architecture, self.device)
         self.cache = self._new_cache(is_fp8=kv_precision == "fp8")
         self._moves = 0
 
@@ -115,12 +122,18 @@ class LlamaDecoder:
         return self._moves, self.cache.address
 
     @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that one prefill may have, by the memory that was free."""
+        return self.workspace.prefill_tokens
+
+    @property
     def shares_pages(self) -> bool:
         """Whether a step reads some pages for several rows at once, with kernels of its own."""
         return self.cache.shares_pages
 
     def refresh(self) -> None:
         """Read the current values of the trainer's parameters."""
+        self.workspace.fit()
         for layer in self.layers:
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 linear.refresh()
@@ -158,9 +171,14 @@ class LlamaDecoder:
             )
             return out.transpose(1, 2).flatten(0, 1)[packed.token_of_row].flatten(1)
 
-        residual, delta = self._layers(packed.token_ids, attend)
+        try:
+            residual, delta = self._layers(packed.token_ids, attend)
+            logits = self._logits(residual[packed.last_rows], delta[packed.last_rows])
+        except torch.OutOfMemoryError as error:
+            self.cache.drop_prompts()
+            raise CacheFullError from error
         self.cache.finish_prompts()
-        return self._logits(residual[packed.last_rows], delta[packed.last_rows])
+        return logits
 
     def reserve(self, num_steps: int) -> None:
         """Reserve memory for `num_steps` more tokens in every row."""
@@ -228,6 +246,7 @@ class LlamaDecoder:
             self.dtype,
             device=self.device,
             max_rows=self.max_rows,
+            room=self.workspace.room_for_cache,
             is_fp8=is_fp8,
         )
 

@@ -46,6 +46,10 @@ class DenseCache:
         self.blocks[-1].store_prompts(keys, values)
         return keys, values
 
+    def drop_prompts(self) -> None:
+        """Give up the prompts added last."""
+        self.blocks.pop()
+
     def finish_prompts(self) -> None:
         """Do nothing: the rows exist already."""
 

@@ -27,10 +27,10 @@ from trustbatch.types import (
 )
 from trustbatch.utils.chunks import chunks_of
 
+KEPT = 0.75
+"""fraction of the rows that go on at once where memory is full"""
 REFILL_BELOW = 0.75
 """finished rows are replaced once less than this fraction of the batch is still running"""
-PREFILL_TOKENS = 16384
-"""prompt tokens in one forward pass, including padding"""
 
 
 _Segment = tuple[int, dict[int, SampledTokens]]
@@ -180,12 +180,7 @@ class NativeEngine:
 
     def _interrupt(self, waiting: deque[list[Row]], outputs: "_Outputs") -> None:
         """Put running rows in front of `waiting`, each with the tokens it has sampled so far."""
-        running = [row for row in self._batch.rows if not outputs.is_finished(row)]
-        tokens = outputs.by_slot()
-        waiting.extendleft(
-            [replace(row, prefix=row.prefix + tuple(tokens[row.slot].token_ids.tolist()))]
-            for row in reversed(running)
-        )
+        waiting.extendleft([row] for row in reversed(outputs.leave(self._batch.rows)))
         self._batch.keep([])
 
     def _admit(
@@ -218,23 +213,20 @@ class NativeEngine:
         longest = len(groups[0][0].context)
         while waiting and len(waiting[0]) <= num_free and len(groups) < max_groups:
             longest = max(longest, len(waiting[0][0].context))
-            if longest * (len(groups) + 1) > PREFILL_TOKENS:
+            if longest * (len(groups) + 1) > self._batch.decoder.prefill_tokens:
                 break
             groups.append(waiting.popleft())
             num_free -= len(groups[-1])
         return groups
 
     def _evict(self, waiting: deque[list[Row]], outputs: "_Outputs", error: CacheFullError) -> None:
-        """Free memory: the later half of the rows is sampled again later, with the same tokens."""
+        """Free memory: the last rows go on later, from the tokens that they have sampled."""
         rows = self._batch.rows
         if len(rows) <= 1:
             raise _no_memory() from error
-        kept = list(range(len(rows) // 2))
-        for row in rows[len(kept) :]:
-            if not outputs.is_finished(row):
-                outputs.drop(row)
-                waiting.append([row])
-        self._batch.keep(kept)
+        num_kept = min(int(KEPT * len(rows)), len(rows) - 1)
+        waiting.extendleft([row] for row in reversed(outputs.leave(rows[num_kept:])))
+        self._batch.keep(list(range(num_kept)))
 
     def _build_decoder(self) -> Decoder:
         policy = self.policy
@@ -344,7 +336,7 @@ def _halved(groups: list[list[Row]]) -> list[list[Row]]:
 def _no_memory() -> EngineError:
     return EngineError(
         "The GPU has no memory left for the keys and values of a single sequence: lower "
-        "rollout.max_tokens or training.micro_batch_tokens."
+        "rollout.max_tokens, or follow the advice of --dry-run."
     )
 
 
@@ -354,6 +346,7 @@ class _Outputs:
     def __init__(self, sampling: SamplingParams) -> None:
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
         self.num_sampled: dict[int, int] = {}
+        """by slot, since its row came or came back"""
         self.finished: set[int] = set()
         self.slots: list[Tensor] = []
         self.parts: list[SampledTokens] = []
@@ -369,14 +362,16 @@ class _Outputs:
         """Whether the row has a stop token or max_tokens."""
         return row.slot in self.finished
 
-    def drop(self, row: Row) -> None:
-        """Discard the tokens of a row."""
-        self.settle()
-        for number, slots in enumerate(self.slots):
-            kept = slots != row.slot
-            self.slots[number] = slots[kept]
-            self.parts[number] = self.parts[number].map(lambda part, kept=kept: part[kept])
-        del self.num_sampled[row.slot]
+    def leave(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the unfinished rows among these as rows that continue from their tokens so far."""
+        tokens = self.by_slot()
+        left = []
+        for row in rows:
+            if row.slot not in self.finished:
+                # those before its last return are in its prefix already
+                new = tokens[row.slot].token_ids[-self.num_sampled.pop(row.slot) :]
+                left.append(replace(row, prefix=row.prefix + tuple(new.tolist())))
+        return left
 
     def add(self, rows: Sequence[Row], tokens: SampledTokens) -> None:
         """Append tokens [t, n] of n rows; those after a row's end are discarded.

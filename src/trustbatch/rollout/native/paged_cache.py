@@ -4,6 +4,7 @@ A prompt's full pages are shared by all its samples; a partly filled page is cop
 to the pool when no row holds it any more.
 """
 
+from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple
 
@@ -52,9 +53,12 @@ class PagedCache:
         *,
         device: torch.device,
         max_rows: int,
+        room: Callable[[int], float],
         is_fp8: bool = False,
     ) -> None:
+        """`room` returns the bytes by which the pool may grow, for a number of rows."""
         self.heads = heads
+        self.room = room
         self.device = device
         self.dtype = torch.uint8 if is_fp8 else dtype
         self.is_fp8 = is_fp8
@@ -119,7 +123,8 @@ class PagedCache:
     def add_prompts(self, lengths: list[int], copies: list[int]) -> None:
         """Allocate pages for prompts; `finish_prompts` adds the rows that continue them."""
         own_pages = sum(copies)
-        self._require(sum(_num_pages(length) for length in lengths) + own_pages)
+        num_rows = len(self.rows) + own_pages
+        self._require(sum(_num_pages(length) for length in lengths) + own_pages, num_rows)
         pages = [[self._take() for _ in range(_num_pages(length))] for length in lengths]
         self._new = _NewPrompts(pages, lengths, copies)
         widest = max(len(each) for each in pages)
@@ -147,6 +152,12 @@ class PagedCache:
     def _store(self, pool: Tensor, part: Tensor) -> None:
         part = functional.pad(part, (0, 0, 0, -part.shape[2] % PAGE))
         pool[self._new_table] = part.unflatten(2, (-1, PAGE)).transpose(1, 2)
+
+    def drop_prompts(self) -> None:
+        """Free the pages of the prompts added last."""
+        for page in chain(*self._new.pages):
+            self._holders[page] = 0
+            self._free.append(page)
 
     def finish_prompts(self) -> None:
         """Add the rows of each prompt: full pages are shared, a partly filled one is copied."""
@@ -214,7 +225,8 @@ class PagedCache:
     def reserve(self, num_steps: int) -> None:
         """Reserve pages for `num_steps` more tokens in every row."""
         wanted = [_num_pages(length + num_steps) for length in self.lengths]
-        self._require(sum(n - len(row) for n, row in zip(wanted, self.rows, strict=True)))
+        missing = sum(n - len(row) for n, row in zip(wanted, self.rows, strict=True))
+        self._require(missing, len(self.rows))
         for row, number in zip(self.rows, wanted, strict=True):
             if number > len(row):
                 row.extend(self._take() for _ in range(number - len(row)))
@@ -249,15 +261,18 @@ class PagedCache:
         self._most_held = max(self._most_held, self.num_pages - len(self._free))
         return page
 
-    def _require(self, num_pages: int) -> None:
-        """Grow the pool until `num_pages` pages are free."""
+    def _require(self, num_pages: int, num_rows: int) -> None:
+        """Grow the pool until `num_pages` pages are free, and leave `num_rows` rows their room."""
         missing = num_pages - len(self._free)
         if missing <= 0:
             return
         old = self.num_pages
         least, wanted = old + missing, max(int(old * GROWTH), self._expected)
+        most = self._largest(num_rows)
+        if least > most:
+            raise CacheFullError
         try:
-            new = self._grow(max(least, wanted))
+            new = self._grow(max(least, int(min(wanted, most))))
         except torch.OutOfMemoryError:
             try:
                 new = self._grow(least)
@@ -265,6 +280,13 @@ class PagedCache:
                 raise CacheFullError from error
         self._holders += [0] * (new - old)
         self._free += range(old, new)
+
+    def _largest(self, num_rows: int) -> float:
+        """Return the most pages for which there is room."""
+        in_layer = self.keys[0][0].nbytes
+        in_all = sum(pool[0].nbytes for pool in chain(*self._pools))
+        # while the pool grows, the keys or values of one layer exist twice
+        return (self.room(num_rows) + self.num_pages * in_all) / (in_all + in_layer)
 
     def _grow(self, num_pages: int) -> int:
         """Make every layer's pool at least this large, one after the other."""

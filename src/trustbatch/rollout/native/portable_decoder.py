@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from trustbatch.models.tokenization import pad_left, positions_of
+from trustbatch.rollout.native.workspace import PREFILL_TOKENS
 
 
 class PortableDecoder:
@@ -17,6 +18,7 @@ class PortableDecoder:
     joins_running = False
     uses_cuda_graphs = False
     address = (0, 0)
+    prefill_tokens = PREFILL_TOKENS
     shares_pages = False
 
     def __init__(
