@@ -141,6 +141,18 @@ def test_fp8_is_near_and_not_the_same(tiny_folder: Path) -> None:
     assert 1e-3 < float(torch.cat(differences).mean()) < 0.3
 
 
+def test_fp8_keys_and_values_are_near_and_not_the_same(policy: Policy) -> None:
+    requests = ask(policy, num_samples=8)
+    differences = []
+    for number, completion in enumerate(
+        NativeEngine(policy, seed=0, kv_precision="fp8").generate(requests)
+    ):
+        expected = recomputed(policy, requests[number // 8], completion)
+        taken = expected.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+        differences.append((completion.behavior_logp - taken).abs())
+    assert 1e-3 < float(torch.cat(differences).mean()) < 0.3
+
+
 def test_sleep_gives_the_memory_back(tiny_folder: Path) -> None:
     policy = Policy.load(str(tiny_folder), device="cuda", precision="bfloat16")
     engine = NativeEngine(policy, seed=0)
