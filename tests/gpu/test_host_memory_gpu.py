@@ -29,7 +29,7 @@ def limited() -> Iterator[None]:
     """A process that may use 4 GiB, of which CUDA takes one."""
     limit_memory(4.0, DEVICE)
     yield
-    torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+    torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
 
 
 def test_offload_gives_the_same_weights(policy: Policy) -> None:

@@ -45,9 +45,9 @@ def test_a_row_with_many_queries_has_small_tiles() -> None:
 
 
 def test_pages_are_shared_where_that_pays() -> None:
-    """Eight rows save seven readings of p pages, of 8 (p + 4): half of them from p = 16/3 on."""
-    for num_pages, pays in ((1, False), (5, False), (6, True), (40, True)):
-        tiles = make_tiles()
+    """Eight rows save seven readings of p pages, of 8 (p + 4): 0.3 of them from p = 48/23 on."""
+    for num_pages, pays in ((1, False), (2, False), (3, True), (40, True)):
+        tiles = make_tiles(page_bytes=4 * MEBIBYTE)
         tiles.write([(0, num_pages)] * 8)
         assert (tiles.shared is not None) == pays
     # 42 pages are 42 MiB, or 10.5

@@ -12,7 +12,7 @@ TILE_QUERIES = 16
 """queries that a kernel has for shared pages, of all rows of a tile; more if one row has more"""
 LEAST_SAVED = 32 * 2**20
 """bytes of a layer's keys and values that must be read once less for a kernel of its own to pay"""
-LEAST_SHARE = 0.5
+LEAST_SHARE = 0.3
 """of all pages that must be read once less: the GPU's own cache serves rows that run side by side,
 at about twice the speed of its memory"""
 OWN_PAGES = 4
