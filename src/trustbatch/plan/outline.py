@@ -260,14 +260,14 @@ def _saved_bytes(decoder: Any, length: int, precision: torch.dtype | None) -> in
     parameters = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
     saved: dict[int, Tensor] = {}  # kept alive, so that their memory is not reused
 
-    def note(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> None:
         if tensor.untyped_storage().data_ptr() not in parameters:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+            # without the graph, which holds this function and with it all saved tensors
+            saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
 
     rounding = nullcontext() if precision is None else torch.autocast("cpu", dtype=precision)
     packs = decoder.config._attn_implementation == NAME
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), rounding:
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda _: None), rounding:
         if packs:
             decoder(
                 input_ids=ids[None],
