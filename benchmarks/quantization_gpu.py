@@ -114,7 +114,7 @@ def tiles(weight: Tensor, rows: int) -> Iterator[tuple[str, list[Call]]]:
 
 
 def of_bitsandbytes(weight: Tensor) -> Iterator[tuple[str, list[Call]]]:
-    """Yield the ways of bitsandbytes."""
+    """Yield the ways of bitsandbytes; its 8-bit layer can't be captured in a CUDA graph."""
     import bitsandbytes as bnb
     import bitsandbytes.functional as bnb_functional
 
@@ -128,13 +128,6 @@ def of_bitsandbytes(weight: Tensor) -> Iterator[tuple[str, list[Call]]]:
             for (c,) in coded
         ],
     )
-    layer = bnb.nn.Linear8bitLt(
-        weight.shape[1], len(weight), bias=False, has_fp16_weights=False, threshold=6.0
-    )
-    layer.weight = bnb.nn.Int8Params(
-        weight.half().cpu(), requires_grad=False, has_fp16_weights=False
-    )
-    yield "bitsandbytes int8", [layer.cuda()]
 
 
 def of_torchao(weight: Tensor) -> Iterator[tuple[str, list[Call]]]:

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import torch
+
 from trustbatch.checkpoints.load import unreadable
 from trustbatch.config import Config
 from trustbatch.errors import ConfigError
-from trustbatch.models.loading import default_precision
+from trustbatch.models.loading import default_precision, resolve_device
 from trustbatch.models.policy import Policy
 from trustbatch.rollout.registry import engine_info
 from trustbatch.training.sharding import shard
@@ -35,7 +37,7 @@ def load_policy(config: Config) -> Policy:
 def load_model(config: Config, name: str | None = None) -> Policy:
     """Load the model of [model], or another one in its place and precision."""
     device, precision = config.model.device, config.model.precision
-    limit_memory(config.model.gpu_memory_limit_gib, rank_device(device))
+    limit_memory(config.model.gpu_memory_limit_gib, torch.device(resolve_device(device)))
     if num_ranks() > 1:
         # they first divide it, and only then move their parts to where they compute
         if precision == "auto":

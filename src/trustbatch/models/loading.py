@@ -126,9 +126,7 @@ def load_model(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise ConfigError(
-            f"model.device = {device!r} can't be used ({first_line(error)}): set it to cpu or cuda."
-        ) from error
+        raise _unusable(device, error) from error
     _refuse_bidirectional(model, name)
     return model, tokenizer
 
@@ -139,7 +137,17 @@ def resolve_device(device: str) -> str:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"model.device = {device!r}, but torch sees no GPU: set it to cpu.")
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise _unusable(device, error) from error
     return device
+
+
+def _unusable(device: str, error: RuntimeError) -> ConfigError:
+    return ConfigError(
+        f"model.device = {device!r} can't be used ({first_line(error)}): set it to cpu or cuda."
+    )
 
 
 def context_length_of(config: Any) -> int:

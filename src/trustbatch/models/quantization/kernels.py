@@ -21,7 +21,7 @@ BYTES_AT_ONCE = 1024
 SMALLEST_DOT = 16
 """rows that a tensor-core product has at least"""
 LARGEST_ROWS = 64
-FEW_ROWS = 128
+FEW_ROWS = 64
 """with more rows, `multiply` is slower than a product after `dequantize`"""
 _HALF: tl.constexpr = tl.constexpr(NF4_BLOCK // 2)
 

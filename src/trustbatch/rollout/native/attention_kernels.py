@@ -421,10 +421,10 @@ def attend(
         SPLITS=splits,
         SHARED_SPLITS=shared_splits,
         # FP8 takes more instructions than memory: short steps have room for more programs
-        STEP=page // 4 if pages.is_fp8 else page,
+        STEP=page // 2 if pages.is_fp8 else page,
         **sizes,
         num_warps=1 if pages.is_fp8 else 2,
-        num_stages=4 if pages.is_fp8 else 3,
+        num_stages=3,
     )
     if splits > 1:
         _combine[(num_rows * num_heads,)](
