@@ -253,6 +253,10 @@ def _adapt(decoder: Any, lora: Lora, frozen: torch.dtype) -> None:
                 setattr(owner, name, _Adapted(layer, lora.rank))
 
 
+def _never_read(saved: Any) -> Tensor:
+    raise AssertionError("there is no backward pass")
+
+
 def _saved_bytes(decoder: Any, length: int, precision: torch.dtype | None) -> int:
     """Return the bytes of all distinct tensors saved by a pass over two sequences."""
     ids = torch.zeros(2 * length, dtype=torch.long)
@@ -267,7 +271,7 @@ def _saved_bytes(decoder: Any, length: int, precision: torch.dtype | None) -> in
 
     rounding = nullcontext() if precision is None else torch.autocast("cpu", dtype=precision)
     packs = decoder.config._attn_implementation == NAME
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda _: None), rounding:
+    with torch.autograd.graph.saved_tensors_hooks(note, _never_read), rounding:
         if packs:
             decoder(
                 input_ids=ids[None],
