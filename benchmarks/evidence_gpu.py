@@ -29,7 +29,13 @@ REGIMES: dict[str, dict[str, Any]] = {
     "top-p0.95": {"rollout.top_p": 0.95},
     "lag8": {"rollout.lag": 8},
     "t1.2-lag4": {"rollout.temperature": 1.2, "rollout.lag": 4},
+    "lag2": {"rollout.lag": 2},
+    "fp8": {"rollout.precision": "fp8"},
+    "fp8-kv": {"rollout.kv_precision": "fp8"},
+    "mixed50": {"rollout.policies": [{"model": "", "share": 0.5}]},  # the model of --second-model
 }
+FIRST_REGIMES = tuple(REGIMES)[:6]
+"""of a plan that names none"""
 ARMS: dict[str, dict[str, Any]] = {
     "pact": {"name": "pact"},
     "pact-rms": {"name": "pact", "pull": "deviation"},
@@ -106,7 +112,7 @@ def plan(words: list[str]) -> list[dict[str, Any]]:
         arm, seeds = word.split(":")
         arm, _, regimes = arm.partition("@")
         for seed in seeds.split(","):
-            for regime in regimes.split(",") if regimes else REGIMES:
+            for regime in regimes.split(",") if regimes else FIRST_REGIMES:
                 name = f"{regime}--{arm}--seed-{seed}"
                 jobs.append({"name": name, "arm": arm, "regime": regime, "seed": int(seed)})
     return jobs
@@ -215,6 +221,8 @@ def configuration(job: dict[str, Any], args: Any, folder: str) -> dict[str, Any]
     }
     for key, value in REGIMES[job["regime"]].items():
         set_key(tree, key, value)
+    for policy in tree["rollout"].get("policies", ()):
+        policy["model"] = args.second_model
     for change in args.set:
         key, value = change.split("=", 1)
         set_key(tree, key, json.loads(value))
@@ -250,6 +258,7 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True)
+    parser.add_argument("--second-model", help="folder of the other model of mixed50")
     parser.add_argument("--data", required=True, help="folder with gsm8k_{train,test}.jsonl.gz")
     parser.add_argument("--out", required=True, help="file that finished runs are added to")
     parser.add_argument("--done", help="file of runs that need not be run again")

@@ -31,6 +31,8 @@ REGIMES = {
     "lag8": "lag 8",
     "t1.2-lag4": "T = 1.2, lag 4",
     "fp8": "FP8",
+    "fp8-kv": "FP8 keys and values",
+    "mixed50": "half foreign",
     "mixed25": "25% foreign",
 }
 LABELS = {

@@ -1,5 +1,6 @@
 """The tables of docs/results.md are those of the runs that are kept."""
 
+import argparse
 import importlib.util
 import json
 import re
@@ -7,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from trustbatch.config import parse_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,6 +124,21 @@ def test_a_plan_names_its_runs_in_order() -> None:
         "fresh--pact--seed-2",
         "fresh--grpo--seed-3",
     ]
-    assert len(jobs) == 4 + len(evidence_gpu.REGIMES)
+    assert len(jobs) == 4 + len(evidence_gpu.FIRST_REGIMES) == 10
     assert evidence_gpu.REGIMES.keys() <= evidence_table.REGIMES.keys()
     assert evidence_gpu.ARMS.keys() <= evidence_table.LABELS.keys()
+
+
+@pytest.mark.parametrize("regime", evidence_gpu.REGIMES)
+def test_every_regime_is_a_configuration(regime: str) -> None:
+    args = argparse.Namespace(model="m", data="d", second_model="other", steps=None, set=[])
+    job = {"name": "run", "arm": "grpo", "regime": regime, "seed": 1}
+    rollout = parse_config(evidence_gpu.configuration(job, args, "runs")).rollout
+    assert [policy.model for policy in rollout.policies] == ["other"] * (regime == "mixed50")
+    same = (
+        rollout
+        == parse_config(
+            evidence_gpu.configuration({**job, "regime": "fresh"}, args, "runs")
+        ).rollout
+    )
+    assert same == (regime == "fresh")
