@@ -136,7 +136,7 @@ def test_any_number_of_engines_trains_as_one_process_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["shared_memory", "disk"])
+@pytest.mark.parametrize("method", ["shared_memory", pytest.param("disk", marks=pytest.mark.long)])
 def test_engines_of_a_cluster_get_adapters_alone(
     tiny_folder: Path, tmp_path: Path, method: str
 ) -> None:

@@ -29,7 +29,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_without_a_limit_all_that_is_free_can_be_used(device: SimpleNamespace) -> None:
-    limit_memory(None, GPU)
     limit_memory(24.0, CPU)
     assert device.fraction == 1.0
     assert free_memory(GPU) == 65 * GIB  # 64, and one that is reserved and not in use

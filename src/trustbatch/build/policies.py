@@ -37,7 +37,9 @@ def load_policy(config: Config) -> Policy:
 def load_model(config: Config, name: str | None = None) -> Policy:
     """Load the model of [model], or another one in its place and precision."""
     device, precision = config.model.device, config.model.precision
-    limit_memory(config.model.gpu_memory_limit_gib, torch.device(resolve_device(device)))
+    limit = config.model.gpu_memory_limit_gib
+    if limit is not None:
+        limit_memory(limit, torch.device(resolve_device(device)))
     if num_ranks() > 1:
         # they first divide it, and only then move their parts to where they compute
         if precision == "auto":

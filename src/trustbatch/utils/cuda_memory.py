@@ -23,12 +23,12 @@ def enable_expandable_segments() -> None:
         os.environ[VARIABLES[0]] = "expandable_segments:True"
 
 
-def limit_memory(gib: float | None, device: torch.device) -> None:
+def limit_memory(gib: float, device: torch.device) -> None:
     """Let this process use no more than `gib` of a GPU, of which CUDA itself takes a part.
 
     The allocator keeps the limit, so that it holds for everything that torch allocates.
     """
-    if gib is None or device.type != "cuda":
+    if device.type != "cuda":
         return
     _, total = torch.cuda.mem_get_info(device)
     fraction = min((gib * GIB - CUDA_OVERHEAD) / total, 1.0)
