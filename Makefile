@@ -8,8 +8,9 @@ VLLM_VENV := .venv-vllm
 # waiting threads must not take the cores from each other; see src/trustbatch/__init__.py
 export GOMP_SPINCOUNT ?= 10000
 
-# A process a core and one more, since tests often wait; each has one thread. Files in the order of tests/conftest.py: the longest tests
-# come first. No test needs the hub, which without a network would be tried for half a minute.
+# A process per core and one more, since tests often wait; each has one thread. Files in the order of
+# tests/conftest.py: the longest tests come first. No test needs the hub, which without a network would
+# be tried for half a minute.
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder
 # what must be covered line by line: the formulas, by tests of their own. The other tests run without
 # coverage, which takes a quarter of their time.
