@@ -1,6 +1,9 @@
 """Formats of quantized weights, worked out again in NumPy, and the layers that have them."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +21,8 @@ from tests.support.training_cases import (
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from trustbatch.build.policies import load_model
+from trustbatch.config import parse_config
 from trustbatch.models.config import LoraConfig, ModelConfig
 from trustbatch.models.policy import Policy
 from trustbatch.models.quantization.formats import (
@@ -345,3 +350,33 @@ def test_a_saved_model_is_an_ordinary_one(tiny_folder: Path, tmp_path: Path, ada
 def test_frozen_weights_without_adapters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"add the table \[model.lora\]"):
         ModelConfig(name="model", quantization="nf4")
+
+
+def test_fp8_has_no_kernels_on_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_kernels(name: str, capability: tuple[int, int], *, is_cuda: bool = True) -> bool:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        codes = quantize(weight(2, 64), name)
+        on_gpu = SimpleNamespace(is_cuda=is_cuda, device="cuda")
+        return replace(codes, codes=on_gpu).has_kernels  # type: ignore[arg-type]
+
+    assert has_kernels("fp8", (8, 9))
+    assert not has_kernels("fp8", (8, 6))
+    assert has_kernels("nf4", (8, 0))
+    assert not has_kernels("nf4", (9, 0), is_cuda=False)
+
+
+def test_a_reference_of_another_name_stays_as_it_is(tiny_folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(tiny_folder, tmp_path / "other")
+    config = parse_config(
+        {
+            "model": {
+                "name": str(tiny_folder),
+                "device": "cpu",
+                "quantization": "int8",
+                "lora": {"rank": 2},
+            },
+            "task": {"name": "arithmetic"},
+        }
+    )
+    assert load_model(config).quantization == "int8"
+    assert load_model(config, str(other)).quantization is None

@@ -327,7 +327,7 @@ def test_the_command_prints_its_address_and_ends_on_an_interrupt(tmp_path: Path)
         assert "There is no run below" in process.stdout.readline()
         assert "Dashboard  http://127.0.0.1:" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert (process.returncode, err) == (0, "")

@@ -341,6 +341,8 @@ def test_advice_on_a_larger_model(large: Config) -> None:
     assert "cpu_offload" not in of(5)  # of parameters that are divided only
     assert "training.cpu_offload = true" in of(5, num=2)
     assert 'model.lora.rank = 16 and model.quantization = "nf4", which' in of(2)
+    assert "nf4" not in of(2, num=2)  # quantized weights can't be divided
+    assert "nf4" not in of(2, available=4)
     assert "adamw_8bit" not in of(2)  # adapters have few states
     assert "; that still needs" in of(1.5)
     assert "train on 64 GPUs" in of(1.5, num=2)

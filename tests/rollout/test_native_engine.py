@@ -1,7 +1,8 @@
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
 
 from trustbatch.errors import ConfigError, EngineError
 from trustbatch.models.policy import Policy
+from trustbatch.rollout.native import batch as batch_module
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.decoder import LlamaDecoder
 from trustbatch.rollout.native.engine import NativeEngine
@@ -538,3 +540,60 @@ def test_one_token_is_enough(policy: Policy, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine._batch, "advance", None)
     sampled = engine.generate(make_requests(policy, max_tokens=1))
     assert {len(completion.token_ids) for completion in sampled} == {1}
+
+
+def test_a_context_gets_the_memory_of_pages_that_no_row_holds(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = make_requests(policy, num_samples=2, max_tokens=9)
+    expected = NativeEngine(policy, seed=0).generate(requests)
+    engine = NativeEngine(policy, seed=0)
+    prefill, clear = engine._batch.decoder.prefill, engine._batch.decoder.clear
+    cleared: list[int] = []
+
+    def full_of_free_pages(prompts: Sequence[Sequence[int]], copies: list[int]) -> torch.Tensor:
+        if not cleared:
+            raise CacheFullError
+        return prefill(prompts, copies)
+
+    def note() -> None:
+        cleared.append(1)
+        clear()
+
+    monkeypatch.setattr(engine._batch.decoder, "prefill", full_of_free_pages)
+    monkeypatch.setattr(engine._batch.decoder, "clear", note)
+    assert tokens(engine.generate(requests)) == tokens(expected)
+
+
+def test_rows_stay_where_they_are_if_a_graph_finds_no_memory(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph here takes its step each time it is replayed; its capture takes one too."""
+    requests = make_requests(policy, num_samples=4, max_tokens=12)
+    expected = NativeEngine(policy, seed=0).generate(requests)
+    engine = NativeEngine(policy, seed=0)
+    batch = engine._batch
+    none = batch_module._no_tokens(batch.device)
+    batch.buffer = batch_module._TokenBuffer(none, 2, batch.max_rows)
+    captures: list[int] = []
+
+    @contextmanager
+    def capture(graph: object, pool: object) -> Iterator[None]:
+        captures.append(1)
+        if len(captures) == 2:
+            raise torch.OutOfMemoryError
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    replay = SimpleNamespace(
+        replay=lambda: batch._step(len(batch.rows), requests[0].sampling), pool=lambda: None
+    )
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: replay)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(batch_module, "padded_rows", lambda num_rows: num_rows)
+    monkeypatch.setattr(batch, "_warm_up_stream", stream, raising=False)
+    monkeypatch.setattr(batch.decoder, "uses_cuda_graphs", True)
+    assert tokens(engine.generate(requests)) == tokens(expected)
+    assert len(captures) > 2

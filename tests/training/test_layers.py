@@ -172,10 +172,20 @@ def test_compiled_kernels_are_kept_in_a_folder_of_the_user(
     assert os.environ[variable] == "mine"
     monkeypatch.delenv(variable)
     keep_compiled_kernels()
-    folder = tmp_path / "trustbatch" / "compiled"
-    assert os.environ[variable] == str(folder)
-    assert folder.stat().st_mode & 0o777 == 0o700
+    folder = Path(os.environ[variable])
+    assert folder.parent == tmp_path / "trustbatch" / "compiled"
+    assert [each.stat().st_mode & 0o777 for each in (folder, *folder.parents[:2])] == [0o700] * 3
     monkeypatch.delenv(variable)
+    # other operators have compiled graphs of their own
+    monkeypatch.setattr(layers.models, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / "changed.py").touch()
+    keep_compiled_kernels()
+    assert Path(os.environ[variable]).parent == folder.parent != Path(os.environ[variable])
+    assert os.environ[variable] != str(folder)
+    monkeypatch.delenv(variable)
+    (tmp_path / "trustbatch").chmod(0o777)  # others could put something there
+    keep_compiled_kernels()
+    assert variable not in os.environ
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     keep_compiled_kernels()

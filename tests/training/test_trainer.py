@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,12 @@ from trustbatch.errors import DivergedError
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import OBJECTIVES, Totals, build_objective
 from trustbatch.objectives.estimators import RatioMoments
+from trustbatch.objectives.p3o import P3O
+from trustbatch.objectives.token_batch import TokenBatch
+from trustbatch.objectives.two_anchor import TwoAnchor
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.training import trainer as trainer_module
+from trustbatch.training.activation_budget import ActivationBudget
 from trustbatch.training.config import TrainingConfig
 from trustbatch.training.logprobs import TokenLogprobs
 from trustbatch.training.optimizer import learning_rate_factor
@@ -300,6 +305,27 @@ def test_totals_are_estimated_where_that_is_near_enough(
     assert metrics["one_minus_ess"] == exact_metrics["one_minus_ess"] > 1e-3
     assert (metrics["weight/cap"] != exact_metrics["weight/cap"]) == is_estimated
     assert torch.equal(found, exact) == (not is_estimated)
+
+
+def test_a_subclass_with_totals_of_its_own_is_not_estimated() -> None:
+    class Other(P3O):
+        def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
+            return super().moments(tokens)
+
+    class Same(P3O):
+        pass
+
+    assert [kind().estimates_totals for kind in (P3O, Same, Other, TwoAnchor)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_offloaded_activations_are_held_for_one_pass_alone() -> None:
+    policy = SimpleNamespace(device=torch.device("cuda"))
+    assert not ActivationBudget(policy, offloads=True).has_room()  # type: ignore[arg-type]
 
 
 def test_an_estimate_is_near_by_the_precision_of_products(

@@ -19,7 +19,6 @@ from torch import Tensor
 from trustbatch.cluster.ray_runtime import joined_ray
 from trustbatch.config import parse_config
 from trustbatch.errors import EngineError
-from trustbatch.models.loading import count_parameters
 from trustbatch.weight_sync.publications import Endpoint
 
 HOST = "127.0.0.1"
@@ -275,6 +274,7 @@ def test_auto_is_direct_where_the_versions_leave_room(
 ) -> None:
     from trustbatch.cluster.publishers import transfer_method
     from trustbatch.plan.demand import published_bytes
+    from trustbatch.plan.outline import ModelOutline
 
     tree = {
         "model": {"name": str(tiny_folder), "device": "cuda"},
@@ -282,7 +282,7 @@ def test_auto_is_direct_where_the_versions_leave_room(
         "cluster": {"trainers": 6, "weight_transfer": asked},
     }
     config = parse_config(tree)
-    memory = published_bytes(config, count_parameters(str(tiny_folder))[0]) / share
+    memory = published_bytes(config, ModelOutline.read(str(tiny_folder))) / share
     assert transfer_method(config, ray_gpus=8.0, gpu_memory=memory) == method
 
 

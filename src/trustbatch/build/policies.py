@@ -45,12 +45,13 @@ def load_model(config: Config, name: str | None = None) -> Policy:
         if precision == "auto":
             precision = default_precision(rank_device(device).type)
         device = "cpu"
+    is_own = name in (None, config.model.name)  # another one is a reference, and stays as it is
     policy = Policy.load(
         name or config.model.name,
         device=device,
         precision=precision,
-        lora=config.model.lora,
-        quantization=config.model.quantization,
+        lora=config.model.lora if is_own else None,
+        quantization=config.model.quantization if is_own else None,
         trust_remote_code=config.model.trust_remote_code,
     )
     if policy.quantization is not None and num_ranks() > 1:

@@ -73,7 +73,7 @@ def transfer_method(config: Config, *, ray_gpus: float, gpu_memory: float) -> st
     def num_bytes() -> float:
         model = config.model
         outline = ModelOutline.read(model.name, trust_remote_code=model.trust_remote_code)
-        return published_bytes(config, outline.num_parameters)
+        return published_bytes(config, outline)
 
     return choose_transfer(
         cluster.weight_transfer,

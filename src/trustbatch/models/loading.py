@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from trustbatch.errors import ConfigError, first_line
 from trustbatch.models.gguf import find_gguf, load_gguf, read_gguf_config
-from trustbatch.models.quantization.layer import quantize_linears
+from trustbatch.models.quantization.layer import quantization_of, quantize_linears
 from trustbatch.models.quantization.published import load_published, published_format
 from trustbatch.models.rounding import has_rounded_weights, round_weights
 from trustbatch.utils.hub import hub_is_reachable
@@ -115,7 +115,7 @@ def load_model(
             quantization=quantization,
             trust_remote_code=trust_remote_code,
         )
-    if quantization is not None:
+    if quantization is not None and quantization_of(model) is None:  # else as it was published
         quantize_linears(model, quantization, torch.device(device))
     if weights == "bfloat16":
         round_weights(model)

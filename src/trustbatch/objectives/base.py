@@ -98,8 +98,6 @@ class Objective(ABC):
     """whether TokenBatch.proximal_logp must be given"""
     clips_behavior_ratio: ClassVar[ClipKind | None] = None
     """how it zeroes the gradient of tokens whose ratio is already far from 1, if it clips"""
-    estimates_totals: ClassVar[bool] = False
-    """whether the totals of a part of a step may stand for all of it, if they are near enough"""
     sees_support: ClassVar[bool] = False
     """whether it pulls back mass that leaves the support of truncated (top-p, top-k) rollouts"""
 
@@ -110,6 +108,11 @@ class Objective(ABC):
     @property
     def totals_need_policy(self) -> bool:
         """Whether the totals depend on the policy's log-probs, and so may need a pre-pass."""
+        return False
+
+    @property
+    def estimates_totals(self) -> bool:
+        """Whether totals of a part of a step may stand for all of it, if they are near enough."""
         return False
 
     def totals_distance(self, one: Totals, other: Totals) -> float:

@@ -1,7 +1,6 @@
 """P3O: the effective sample size caps the score-function weight and sets the weight of the KL."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,8 +40,6 @@ class P3O(Objective):
     ess_scope: str = "step"
 
     # False in a subclass whose weights depend on more totals than e
-    estimates_totals: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("kl", self.kl, KL_CHOICES)
@@ -53,6 +50,11 @@ class P3O(Objective):
     def totals_need_policy(self) -> bool:
         """An ESS over the whole step must be known before the first backward pass."""
         return self.ess_scope == "step"
+
+    @property
+    def estimates_totals(self) -> bool:
+        """Only where the weights depend on this one effective sample size, not in a subclass."""
+        return type(self).moments is P3O.moments
 
     def totals_distance(self, one: Totals, other: Totals) -> float:
         """Cap and KL weight change by as much as e does."""

@@ -23,8 +23,6 @@ class TwoAnchor(P3O):
     """
 
     needs_proximal: ClassVar[bool] = True
-    # the mixture depends on a quotient of two numbers that are almost 0
-    estimates_totals: ClassVar[bool] = False
 
     def moments(self, tokens: TokenBatch) -> dict[str, RatioMoments]:
         """Sums of the ratios to each anchor and of their squares."""

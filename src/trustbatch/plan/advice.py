@@ -66,9 +66,11 @@ def advise(
 ) -> Advice:
     """Find the cheapest changes that suffice, for one phase or for all of them."""
 
+    def changed(changes: Sequence[Change]) -> Setting:
+        return replace(setting, **{change.field: change.value for change in changes})
+
     def needed(changes: Sequence[Change]) -> list[float]:
-        values = {change.field: change.value for change in changes}
-        phases = estimator.plan(replace(setting, **values)).phases
+        phases = estimator.plan(changed(changes)).phases
         return [each.needed for each in phases if phase in (None, each.name)]
 
     def excess(changes: Sequence[Change]) -> float:
@@ -81,6 +83,9 @@ def advise(
     for change in _changes(estimator, setting):
         if current == 0.0:
             break
+        candidate = changed([*chosen, change])
+        if candidate.quantization is not None and candidate.is_sharded:
+            continue  # a run refuses it
         after = excess([*chosen, change])
         if current - after > MIN_SAVING * min(limit, before) or after == 0.0:
             chosen.append(change)
@@ -126,7 +131,8 @@ def _changes(estimator: Estimator, setting: Setting) -> Iterator[Change]:
         yield _micro_batch(tokens)
     if not setting.eight_bit_optimizer and setting.lora is None:
         yield Change('training.optimizer = "adamw_8bit"', "eight_bit_optimizer", True)
-    if hardware.is_gpu and estimator.has_pages and not setting.fp8_cache:
+    has_fp8_cache = estimator.has_pages and hardware.converts_fp8
+    if hardware.is_gpu and has_fp8_cache and not setting.fp8_cache:
         yield Change('rollout.kv_precision = "fp8"', "fp8_cache", True)
     if setting.lora is None:
         yield Change(f"model.lora.rank = {LORA_RANK}", "lora", Lora(rank=LORA_RANK))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from trustbatch.config import Config
 from trustbatch.models.loading import default_precision
-from trustbatch.plan.memory import FLOAT32
+from trustbatch.plan.memory import FLOAT32, Lora
+from trustbatch.plan.outline import ModelOutline
 from trustbatch.rollout.registry import engine_info
 
 Resources = Mapping[str, float]
@@ -138,7 +139,7 @@ def _share(number: int) -> float:
     return math.floor(10_000 / number) / 10_000
 
 
-def published_bytes(config: Config, num_parameters: int) -> float:
+def published_bytes(config: Config, outline: ModelOutline) -> float:
     """Return the bytes of the weight versions that a direct transfer keeps on the trainer's GPU."""
     assert config.cluster is not None
     precision = config.rollout.precision
@@ -146,7 +147,12 @@ def published_bytes(config: Config, num_parameters: int) -> float:
         precision = config.model.precision
     if precision == "auto":
         precision = default_precision("cuda")
-    rounded = engine_info(config.rollout.engine).weight_dtype(precision)
+    info, lora = engine_info(config.rollout.engine), config.model.lora
+    rounded = info.weight_dtype(precision)
+    num_parameters = outline.num_parameters
+    if lora is not None and info.loads_adapters(info.table(config.rollout)):
+        adapters = Lora.of(lora)
+        num_parameters = outline.adapter_parameters(adapters.rank, adapters.targets)
     # the versions that engines may request, and one about to be replaced
     num_versions = config.cluster.max_lag + 2
     return num_versions * (FLOAT32 if rounded is None else rounded.itemsize) * num_parameters

@@ -79,7 +79,7 @@ def _memory(estimator: Estimator) -> list[str]:
     lines.append(f"{MARGIN}{where}, with {prompts}")
     if plan.fits:
         lines.append(f"{MARGIN}fits: needs {size(plan.needed)} of {size(plan.capacity)}")
-        lines += _waiting(plan, halves=estimator.has_pages and not setting.fp8_cache)
+        lines += _waiting(plan, halves=_has_fp8_cache(estimator, setting))
     else:
         advice = advise(estimator, setting, limit=plan.capacity)
         lines.append(
@@ -91,6 +91,11 @@ def _memory(estimator: Estimator) -> list[str]:
 def _phase(phase: Phase) -> str:
     parts = ", ".join(f"{part.name} {size(part.num_bytes)}" for part in phase.parts)
     return f"{phase.name:8} {size(phase.total)}: {parts}"
+
+
+def _has_fp8_cache(estimator: Estimator, setting: Setting) -> bool:
+    """Whether rollout.kv_precision = "fp8" is there to be set."""
+    return estimator.has_pages and estimator.hardware.converts_fp8 and not setting.fp8_cache
 
 
 def _waiting(plan: MemoryPlan, *, halves: bool) -> list[str]:

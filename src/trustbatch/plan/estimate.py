@@ -145,7 +145,7 @@ class Estimator:
         """Bytes of the weight versions that the first trainer's GPU keeps for the engines."""
         if not setting.direct_transfer or not self.hardware.is_gpu:
             return 0.0
-        num_bytes = published_bytes(self.config, self.outline.num_parameters)
+        num_bytes = published_bytes(self.config, self.outline)
         memory = self.hardware.memory
         assert self.config.cluster is not None
         method = self.config.cluster.weight_transfer
@@ -159,11 +159,13 @@ class Estimator:
         An engine that copies the policy keeps it in host memory, and reserves what it needs.
         """
         number = min(math.floor(1 / bundles.gpus), bundles.size) if 0 < bundles.gpus < 1 else 1
-        merged = replace(setting, num_gpus=1, lora=None, quantization=None)
-        own = self.weights(setting).frozen or self.weights(merged).in_trainer
+        alone = replace(setting, num_gpus=1)
+        if not self._engine.loads_adapters(self._engine.table(self.config.rollout)):
+            alone = replace(alone, lora=None, quantization=None)
+        own = self.weights(alone).in_trainer
         of_one = [
             Part("engine's parameters", self._engine.shares_parameters * own),
-            Part("engine's weights", self._engine_weights(merged)),
+            Part("engine's weights", self._engine_weights(alone)),
             Part("second policies", self._second_policies(setting)),
             *generate,
         ]

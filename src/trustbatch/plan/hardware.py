@@ -26,6 +26,8 @@ class Hardware:
     name: str
     num_available: int
     """GPUs that a plan may use"""
+    converts_fp8: bool = True
+    """compute capability 8.9 or newer, as far as is known"""
 
     @property
     def capacity(self) -> float:
@@ -71,6 +73,7 @@ def _find_hardware(config: Config, *, num_gpus: int | None, gpu_memory: float | 
             memory=properties.total_memory,
             name=f"{device} ({properties.name}, {size(properties.total_memory)})",
             num_available=num_available or max(torch.cuda.device_count(), num),
+            converts_fp8=torch.cuda.get_device_capability(device) >= (8, 9),
         )
     # the processes on a machine share its memory
     num_processes = num + (config.cluster.engines if config.cluster is not None else 0)

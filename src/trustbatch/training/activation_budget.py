@@ -17,12 +17,12 @@ class ActivationBudget:
     """Compares the activations of forward passes on a GPU with its free memory.
 
     On a CPU, where memory can't be measured, one pass is held; likewise with several ranks, which
-    must all decide the same.
+    must all decide the same, and where activations are offloaded: they take host memory then.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, offloads: bool) -> None:
         self.device = policy.device
-        self.is_measured = self.device.type == "cuda" and num_ranks() == 1
+        self.is_measured = self.device.type == "cuda" and num_ranks() == 1 and not offloads
         self.largest = 0
         self.left = 0.0
         if self.is_measured:

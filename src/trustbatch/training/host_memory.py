@@ -28,12 +28,15 @@ class HostAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update all parameters that have a gradient."""
         assert closure is None, "the gradient is there before the step"
+        devices = set()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # whoever reads the moments may be a CPU
+                    devices.add(parameter.device)
+        for device in devices:
+            if device.type == "cuda":  # whoever reads the moments may be a CPU
+                torch.cuda.current_stream(device).synchronize()
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None

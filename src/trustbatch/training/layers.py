@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trustbatch import models
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import decoder_layers
 from trustbatch.training.host_memory import HostActivations
@@ -86,19 +88,32 @@ def _decoder_layers(model: nn.Module, key: str) -> list[nn.Module]:
 def keep_compiled_kernels() -> None:
     """Keep compiled kernels between runs, in a folder that only the user can write to.
 
-    torch's own default is a temporary folder, which is often empty after a restart.
+    torch's own default is a temporary folder, which is often empty after a restart. Graphs name our
+    operators, whose code torch does not look at: each version of it has a folder of its own.
     """
     variable = "TORCHINDUCTOR_CACHE_DIR"
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(caches) / "trustbatch" / "compiled"
-    if variable in os.environ or not folder.is_absolute():
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if variable in os.environ or not caches.is_absolute():
         return
+    folder = caches / "trustbatch"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        caches.mkdir(parents=True, exist_ok=True)
+        for part in ("", "compiled", _version_of_operators()):
+            folder /= part
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.stat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+                return  # torch runs what it finds there
     except OSError:  # no home, or one that can't be written to: torch's default then
         return
     if os.access(folder, os.W_OK):
         os.environ[variable] = str(folder)
+
+
+def _version_of_operators() -> str:
+    """Return a name for the code of all modules that may define operators."""
+    files = sorted(Path(models.__file__).parent.rglob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def refuse_missing_compiler(setting: str, instead: str, device: torch.device) -> None:

@@ -197,7 +197,7 @@ class Trainer:
         held: dict[int, TokenBatch] = {}
         totals = None
         if from_policy or len(batches) == 1:
-            budget = ActivationBudget(self.policy)
+            budget = ActivationBudget(self.policy, offloads=self.config.activation_offload)
             self._hold(batches[:1], held, budget)
             totals = self._estimated_totals(batches, held[0]) if len(batches) > 1 else None
             if totals is None:

@@ -77,9 +77,16 @@ class Codes:
     columns: int
     """the number of inputs"""
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether GPU kernels can read it; older GPUs do not convert FP8."""
+        if not self.codes.is_cuda or self.format.name != "fp8":
+            return self.codes.is_cuda
+        return torch.cuda.get_device_capability(self.codes.device) >= (8, 9)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in a floating-point type."""
-        if self.codes.is_cuda:
+        if self.has_kernels:
             from trustbatch.models.quantization.kernels import dequantize
 
             return dequantize(self, dtype)

@@ -208,7 +208,9 @@ def _multiply(
 def multiplies(rows: Tensor, weight: Codes) -> bool:
     """Whether `multiply` is for these rows."""
     is_whole = weight.columns % tile_for(len(rows)).columns == 0
-    return rows.dtype == torch.bfloat16 and len(rows) <= FEW_ROWS and is_whole
+    return (
+        weight.has_kernels and rows.dtype == torch.bfloat16 and len(rows) <= FEW_ROWS and is_whole
+    )
 
 
 def multiply(rows: Tensor, weight: Codes, bias: Tensor | None, tile: Tile | None = None) -> Tensor:

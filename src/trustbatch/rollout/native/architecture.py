@@ -1,7 +1,7 @@
 """Hugging Face models of the Llama family: Llama, Mistral, Qwen2, Qwen3 and the like.
 
 They only differ in sizes, biases and norms of queries and keys. Linear layers may have adapters.
-Other models, and models with quantized layers, are decoded by their own forward pass.
+Other models are decoded by their own forward pass.
 """
 
 from collections.abc import Sequence

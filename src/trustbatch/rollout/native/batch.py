@@ -25,7 +25,7 @@ class Row:
     request: GenerationRequest
     sample: int
     prefix: tuple[int, ...] = ()
-    """tokens of it that older versions of the policy have sampled"""
+    """tokens of it that are sampled already: by older versions, or before it had to leave"""
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -152,14 +152,18 @@ class RunningBatch:
         before = [part.clone() for part in state]
         stream = self._warm_up_stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            self._step(num_rows, sampling)  # compiles kernels, which a capture can't
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool()):
-            self._step(num_rows, sampling)
-        for part, value in zip(state, before, strict=True):
-            part.copy_(value)
+        try:
+            with torch.cuda.stream(stream):
+                self._step(num_rows, sampling)  # compiles kernels, which a capture can't
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool()):
+                self._step(num_rows, sampling)
+        finally:
+            # if memory has run out, rows that stay must go on from the same token
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            for part, value in zip(state, before, strict=True):
+                part.copy_(value)
         return graph
 
     def _pool(self) -> Any:

@@ -187,7 +187,7 @@ class NativeEngine:
         self, waiting: deque[list[Row]], sampling: SamplingParams, outputs: "_Outputs"
     ) -> bool:
         """Add groups while there is room, a few prompts at a time; True if memory is full."""
-        max_groups = len(waiting)
+        max_groups, is_fresh = len(waiting), False
         while waiting and len(waiting[0]) <= self.max_sequences - len(self._batch.rows):
             groups = self._next_groups(waiting, max_groups)
             keys = [self._key(row) for group in groups for row in group]
@@ -195,7 +195,13 @@ class NativeEngine:
                 tokens = self._batch.add(groups, keys, sampling)
             except CacheFullError as error:
                 if not self._batch.rows and len(groups) == len(groups[0]) == 1:
-                    raise _no_memory() from error
+                    if is_fresh:
+                        raise _no_memory() from error
+                    # pages that no row holds may be in the way of a long context; the second call
+                    # finds none held, so that the next pool grows as it is needed
+                    self._batch.clear()
+                    self._batch.clear()
+                    is_fresh = True
                 waiting.extendleft(reversed(_halved(groups)))
                 if self._batch.rows:
                     return True  # running rows will free memory
