@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -321,13 +322,20 @@ def test_what_can_not_be_served_is_one_sentence(
 
 def test_the_command_prints_its_address_and_ends_on_an_interrupt(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trustbatch", "dashboard", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # tests that a shell runs in the background inherit that interrupts are ignored
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None
     try:
         assert "There is no run below" in process.stdout.readline()
         assert "Dashboard  http://127.0.0.1:" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=20)
     finally:
         process.kill()
     assert (process.returncode, err) == (0, "")
