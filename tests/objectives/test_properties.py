@@ -1,5 +1,6 @@
 """What holds whatever the numbers are: invariance, special cases, and what the KLs estimate."""
 
+import math
 from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
@@ -24,7 +25,8 @@ from objective_cases import (
 )
 from oracle import Array, Tokens
 
-from trustbatch.objectives import OBJECTIVES, TokenBatch, build_objective
+from trustbatch.objectives import OBJECTIVES, TokenBatch, Totals, build_objective
+from trustbatch.objectives.estimators import RatioMoments
 from trustbatch.objectives.reinforce import Reinforce
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -494,3 +496,16 @@ def test_who_clips_the_behavior_ratio_says_so(name: str, options: Options) -> No
     beyond, short = gradient(batch.logp)[::2], gradient(batch.logp)[1::2]
     clips = bool((beyond == 0).any() and (short != 0).all())
     assert clips == (build_objective(name).clips_behavior_ratio is not None)
+
+
+def test_totals_are_as_far_apart_as_their_effective_sample_sizes() -> None:
+    # r = 1, 1: 1; r = 1, 3: (1 + 3)^2 / (2 (1 + 9)) = 0.8
+    same, other = (
+        Totals(torch.tensor(2.0), torch.tensor(1.0), {"behavior": RatioMoments.of(logs)})
+        for logs in (torch.zeros(2), torch.tensor([0.0, math.log(3.0)]))
+    )
+    assert build_objective("p3o").totals_distance(same, other) == pytest.approx(0.2)
+    plain = build_objective("grpo")
+    assert not plain.estimates_totals
+    with pytest.raises(NotImplementedError):
+        plain.totals_distance(same, other)
