@@ -135,7 +135,7 @@ def test_pages_hold_and_read_what_the_dense_cache_does(
     def step() -> None:
         position = torch.tensor(paged.lengths, device=DEVICE)
         for cache in (paged, dense):
-            cache.reserve(1)
+            cache.reserve(1, 1)
         assert paged.shares_pages == shares
         for layer in range(2):
             width = (heads.num_query + 2 * heads.num_kv) * heads.dim

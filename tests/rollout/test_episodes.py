@@ -67,9 +67,7 @@ def test_an_episode_holds_what_was_said_in_order(policy: Policy) -> None:
         marks, lengths = completion.sampled.unique_consecutive(return_counts=True)
         assert marks.tolist() == [turn.role is Role.POLICY for turn in completion.turns]
         parts = completion.token_ids.split(lengths.tolist())
-        assert policy.decode([part.tolist() for part in parts]) == [
-            turn.text for turn in completion.turns
-        ]
+        assert policy.decode(parts) == [turn.text for turn in completion.turns]
         assert all(int(part[-1]) in policy.stop_token_ids for part in parts[:-1:2])
         assert completion.text == completion.turns[-1].text
         assert completion.num_sampled == sum(lengths[marks].tolist())

@@ -368,17 +368,17 @@ def test_a_full_cache_sends_rows_back_and_they_sample_the_same(
     reserve = engine._batch.decoder.reserve
     calls = []
 
-    def sometimes_full(num_steps: int) -> None:
+    def sometimes_full(num_steps: int, most_steps: int) -> None:
         calls.append(num_steps)
         if len(calls) in (3, 4, 9):
             raise CacheFullError
-        reserve(num_steps)
+        reserve(num_steps, most_steps)
 
     monkeypatch.setattr(engine._batch.decoder, "reserve", sometimes_full)
     actual = engine.generate(requests)
     assert tokens(actual) == tokens(expected)
     monkeypatch.setattr(
-        engine._batch.decoder, "reserve", lambda _: (_ for _ in ()).throw(CacheFullError)
+        engine._batch.decoder, "reserve", lambda *_: (_ for _ in ()).throw(CacheFullError)
     )
     with pytest.raises(EngineError, match=r"rollout\.max_tokens"):
         engine.generate(requests)
@@ -420,11 +420,11 @@ def test_rows_that_had_to_leave_are_not_sampled_again(
     reserve, prefill = decoder.reserve, decoder.prefill
     calls, lengths = [], []
 
-    def sometimes_full(num_steps: int) -> None:
+    def sometimes_full(num_steps: int, most_steps: int) -> None:
         calls.append(len(engine._batch.rows))
         if len(calls) in (3, 4, 9, 25):
             raise CacheFullError
-        reserve(num_steps)
+        reserve(num_steps, most_steps)
 
     def note(prompts: Sequence[Sequence[int]], copies: list[int]) -> torch.Tensor:
         lengths.extend(len(prompt) for prompt in prompts)

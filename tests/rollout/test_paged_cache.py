@@ -31,6 +31,10 @@ class Room:
         return self.num_bytes - self.cache.num_pages * 2 * LAYERS * IN_LAYER
 
 
+LONG = 100 * PAGE
+"""tokens that a row may still get"""
+
+
 def make_cache(num_bytes: int) -> PagedCache:
     room = Room(num_bytes)
     heads = Heads(num_query=2, num_kv=2, dim=8, epsilon=1e-6)
@@ -47,23 +51,49 @@ def test_a_pool_takes_what_there_is_and_no_more() -> None:
     cache.finish_prompts()
     assert cache.num_pages == 1 + 3 + 2
     for _ in range(2):  # each row gets two pages more
-        cache.reserve(PAGE)
+        cache.reserve(PAGE, LONG)
         cache.advance(PAGE)
     assert cache.num_pages == 9  # half as many again as before, which is more than needed
-    cache.reserve(0)
+    cache.reserve(0, LONG)
     cache.keep([0])
     for _ in range(3):
-        cache.reserve(PAGE)
+        cache.reserve(PAGE, LONG)
         cache.advance(PAGE)
-    cache.reserve(PAGE)
+    cache.reserve(PAGE, LONG)
     cache.advance(PAGE)
     assert cache.num_pages == 10  # half as many again would be 13
     with pytest.raises(CacheFullError):
-        cache.reserve(PAGE)
+        cache.reserve(PAGE, LONG)
     assert cache.num_pages == 10
     assert {len(pool) for pool in (*cache.keys, *cache.values)} == {10}
     assert isinstance(cache.room, Room)
     assert cache.room.most_rows == 2
+
+
+def test_a_pool_grows_no_further_than_its_rows_can_need() -> None:
+    cache = make_cache(100 * (2 * LAYERS + 1) * IN_LAYER)
+    cache.add_prompts([20 * PAGE], [2])
+    cache.finish_prompts()
+    assert cache.num_pages == 1 + 20 + 2  # twenty are shared, and each row is to write one
+    cache.reserve(2 * PAGE, 3 * PAGE)
+    assert cache.num_pages == 1 + 20 + 2 * 3  # half as many again would be 34
+    cache.reserve(3 * PAGE, 3 * PAGE)
+    assert cache.num_pages == 1 + 20 + 2 * 3
+
+
+def test_a_cleared_cache_is_as_wide_as_the_longest_row_was() -> None:
+    cache = make_cache(100 * (2 * LAYERS + 1) * IN_LAYER)
+    addresses = []
+    for _ in range(2):
+        cache.add_prompts([PAGE], [2])
+        cache.finish_prompts()
+        before = cache.address
+        for _ in range(8):
+            cache.reserve(PAGE, 8 * PAGE)
+            cache.advance(PAGE)
+        addresses.append(cache.address - before)
+        cache.clear()
+    assert addresses[1] <= 1 < addresses[0]  # each address is a CUDA graph captured anew
 
 
 def test_prompts_that_are_given_up_leave_their_pages() -> None:

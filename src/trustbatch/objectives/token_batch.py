@@ -80,11 +80,15 @@ class TokenBatch:
 
         Only the policy's own fields keep their gradient: everything else is data.
         """
-        picked = {
-            field.name: value[index] if field.name in _WITH_GRADIENT else value[index].detach()
-            for field in fields(self)
-            if (value := getattr(self, field.name)) is not None
-        }
+        # mostly all are selected: asking once saves a GPU many small kernels and waits for them
+        is_everything = index.dtype == torch.bool and bool(index.all())
+        picked: dict[str, Tensor] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                chosen = value if is_everything else value[index]
+                has_gradient = field.name in _WITH_GRADIENT
+                picked[field.name] = chosen if has_gradient else chosen.detach()
         return TokenBatch(**picked)
 
     def measurable(self, *others: Tensor | None) -> Tensor:

@@ -33,8 +33,25 @@ def build_optimizer(
         library = _import_torchao()
         refuse_missing_compiler('training.optimizer = "adamw_8bit"', "adamw", parameters[0].device)
         return library.AdamW8bit(parameters, **settings)
-    kind = HostAdamW if offload else torch.optim.AdamW
-    return kind(parameters, fused=True, **settings)
+    if offload:
+        return HostAdamW(parameters, fused=True, **settings)
+    optimizer = torch.optim.AdamW(parameters, fused=True, **settings)
+    _create_moments(optimizer, parameters)
+    return optimizer
+
+
+def _create_moments(optimizer: torch.optim.AdamW, parameters: Iterable[Parameter]) -> None:
+    """Create what the first step would create, while nothing else is in memory.
+
+    In the middle of a GPU's memory the moments would split what is free, and the keys and values of
+    a rollout would not fit where activations were.
+    """
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:

@@ -154,7 +154,7 @@ def test_a_completion_ends_with_its_stop_token_or_at_max_tokens(engine: VllmEngi
         has_stopped = completion.token_ids[-1] in torch.tensor(stop)
         assert has_stopped == (completion.finish_reason == FinishReason.STOP)
         assert len(completion.behavior_logp) == len(completion.token_ids) <= 12
-        assert completion.text == engine.policy.decode([completion.token_ids.tolist()])[0]
+        assert completion.text == engine.policy.decode([completion.token_ids])[0]
     endless = engine.generate([ask(engine.policy, "1+1=", max_tokens=300, stop_token_ids=())])
     assert [len(c.token_ids) for c in endless] == [300] * 4
     assert {c.finish_reason for c in endless} == {FinishReason.LENGTH}

@@ -423,8 +423,8 @@ def attend(
         # FP8 takes more instructions than memory: short steps have room for more programs
         STEP=page // 2 if pages.is_fp8 else page,
         **sizes,
-        num_warps=1 if pages.is_fp8 else 2,
-        num_stages=3,
+        num_warps=1 if pages.is_fp8 else 4,
+        num_stages=3 if pages.is_fp8 else 2,
     )
     if splits > 1:
         _combine[(num_rows * num_heads,)](

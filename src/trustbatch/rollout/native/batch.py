@@ -88,8 +88,8 @@ class RunningBatch:
 
         `meanwhile` is called while a GPU computes them.
         """
-        num_steps = min(self.num_steps, num_steps)
-        self.decoder.reserve(num_steps)
+        most_steps, num_steps = num_steps, min(self.num_steps, num_steps)
+        self.decoder.reserve(num_steps, most_steps)
         self.column.zero_()
         if self.decoder.uses_cuda_graphs:
             try:

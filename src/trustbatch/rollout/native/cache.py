@@ -89,8 +89,8 @@ class Cache(Protocol):
         """Turn the prompts added last, stored in all layers, into running rows."""
         ...
 
-    def reserve(self, num_steps: int) -> None:
-        """Reserve memory for `num_steps` more tokens in every row."""
+    def reserve(self, num_steps: int, most_steps: int) -> None:
+        """Reserve memory for `num_steps` more tokens in every row; it gets at most `most_steps`."""
         ...
 
     def attend(

@@ -57,8 +57,8 @@ class Decoder(Protocol):
         """Add copies[p] rows that continue prompt p; return the logits [P, V] after each prompt."""
         ...
 
-    def reserve(self, num_steps: int) -> None:
-        """Reserve memory for `num_steps` more tokens in every row."""
+    def reserve(self, num_steps: int, most_steps: int) -> None:
+        """Reserve memory for `num_steps` more tokens in every row; it gets at most `most_steps`."""
         ...
 
     def step(self, token_ids: Tensor, position: Tensor) -> Tensor:
@@ -180,9 +180,9 @@ class LlamaDecoder:
         self.cache.finish_prompts()
         return logits
 
-    def reserve(self, num_steps: int) -> None:
-        """Reserve memory for `num_steps` more tokens in every row."""
-        self.cache.reserve(num_steps)
+    def reserve(self, num_steps: int, most_steps: int) -> None:
+        """Reserve memory for `num_steps` more tokens in every row; it gets at most `most_steps`."""
+        self.cache.reserve(num_steps, most_steps)
         self._extend_rotary(self.cache.longest + num_steps)
 
     def advance(self, num_steps: int) -> None:

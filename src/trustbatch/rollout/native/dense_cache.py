@@ -71,8 +71,8 @@ class DenseCache:
         """Tokens in the longest row."""
         return max((block.longest for block in self.blocks), default=0)
 
-    def reserve(self, num_steps: int) -> None:
-        """Reserve memory for `num_steps` more tokens in every row."""
+    def reserve(self, num_steps: int, most_steps: int) -> None:
+        """Reserve memory for `num_steps` more tokens in every row; a block grows by itself."""
         for block in self.blocks:
             block.reserve(num_steps)
 

@@ -287,7 +287,7 @@ class NativeEngine:
         ]
         results = [SampledTokens.concatenate([tokens for _, tokens in of_row]) for of_row in parts]
         provenances = {version: self._provenance(version, sampling) for version, _ in segments}
-        texts = self.policy.decode([result.token_ids.tolist() for result in results])
+        texts = self.policy.decode([result.token_ids for result in results])
         stops = set(sampling.stop_token_ids)
         return {
             row.slot: Completion(

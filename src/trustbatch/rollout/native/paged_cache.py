@@ -4,6 +4,7 @@ A prompt's full pages are shared by all its samples; a partly filled page is cop
 to the pool when no row holds it any more.
 """
 
+import math
 from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple
@@ -70,6 +71,8 @@ class PagedCache:
         self.address = 0
         """changes whenever a tensor that a CUDA graph reads has moved"""
         self._most_held = self._expected = 0
+        self._table_width = 1
+        """pages of the longest row so far"""
         self.clear()
 
     def clear(self) -> None:
@@ -80,7 +83,7 @@ class PagedCache:
         self.value_scales: list[Tensor] = []
         if self.is_fp8:
             self.key_scales, self.value_scales = self._new_pools(*slots, dtype=torch.float32)
-        self.table = torch.zeros(self.max_rows, 1, dtype=torch.int32, device=self.device)
+        self.table = self._new_table_of(self._table_width)
         self.address += 1
         self.rows: list[list[int]] = []
         self.lengths: list[int] = []
@@ -222,11 +225,10 @@ class PagedCache:
         )
         return out.flatten(1)
 
-    def reserve(self, num_steps: int) -> None:
-        """Reserve pages for `num_steps` more tokens in every row."""
+    def reserve(self, num_steps: int, most_steps: int) -> None:
+        """Reserve pages for `num_steps` more tokens in every row; it gets at most `most_steps`."""
         wanted = [_num_pages(length + num_steps) for length in self.lengths]
-        missing = sum(n - len(row) for n, row in zip(wanted, self.rows, strict=True))
-        self._require(missing, len(self.rows))
+        self._require(self._missing(num_steps), len(self.rows), self._missing(most_steps))
         for row, number in zip(self.rows, wanted, strict=True):
             if number > len(row):
                 row.extend(self._take() for _ in range(number - len(row)))
@@ -236,6 +238,11 @@ class PagedCache:
         if not self._rows_are_current:
             self.tiles.write(self._prompts)
             self._rows_are_current = True
+
+    def _missing(self, num_steps: int) -> int:
+        """Return how many pages `num_steps` more tokens in every row need."""
+        wanted = sum(_num_pages(length + num_steps) for length in self.lengths)
+        return wanted - sum(map(len, self.rows))
 
     def advance(self, num_steps: int) -> None:
         """Advance all rows by `num_steps` tokens."""
@@ -261,14 +268,17 @@ class PagedCache:
         self._most_held = max(self._most_held, self.num_pages - len(self._free))
         return page
 
-    def _require(self, num_pages: int, num_rows: int) -> None:
-        """Grow the pool until `num_pages` pages are free, and leave `num_rows` rows their room."""
+    def _require(self, num_pages: int, num_rows: int, most_pages: float = math.inf) -> None:
+        """Grow the pool until `num_pages` pages are free, and leave `num_rows` rows their room.
+
+        It does not grow further than for `most_pages` free pages, which is all that may be needed.
+        """
         missing = num_pages - len(self._free)
         if missing <= 0:
             return
         old = self.num_pages
         least, wanted = old + missing, max(int(old * GROWTH), self._expected)
-        most = self._largest(num_rows)
+        most = min(self._largest(num_rows), old + most_pages - len(self._free))
         if least > most:
             raise CacheFullError
         try:
@@ -303,15 +313,18 @@ class PagedCache:
 
     def _write_table(self, width: int) -> None:
         if width > self.table.shape[1]:
-            shape = (self.max_rows, max(width, 2 * self.table.shape[1]))
-            self.table = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.table = self._new_table_of(max(width, 2 * self.table.shape[1]))
             self.address += 1
+        self._table_width = max(self._table_width, width)
         padded = [row + [SCRATCH] * (width - len(row)) for row in self.rows]
         if padded:
             self.table[: len(padded), :width].copy_(self._to_device(padded))
         # rows beyond the running ones are padding of a graph's batch
         self.table[len(padded) :, :1] = SCRATCH
         self._table_is_current = True
+
+    def _new_table_of(self, width: int) -> Tensor:
+        return torch.zeros(self.max_rows, width, dtype=torch.int32, device=self.device)
 
     def _to_device(self, numbers: list[int] | list[list[int]]) -> Tensor:
         host = torch.tensor(numbers, dtype=torch.int32)

@@ -55,7 +55,7 @@ class PortableDecoder:
         self.keep([prompt for prompt, count in enumerate(copies) for _ in range(count)])
         return logits
 
-    def reserve(self, num_steps: int) -> None:
+    def reserve(self, num_steps: int, most_steps: int) -> None:
         """Do nothing: the cache grows by itself."""
 
     @torch.no_grad()
