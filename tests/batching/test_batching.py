@@ -103,8 +103,8 @@ def test_an_environments_tokens_are_input_alone() -> None:
     ("prompt", "response", "samples", "by"),
     [
         (6, 4, 8, ["tables", "copies"]),
-        (6, 64, 8, ["copies"]),  # 7 x 6 of 552 tokens: 7.6%
-        (6, 128, 8, []),  # 4%
+        (9, 64, 8, ["tables", "copies"]),  # 7 x 9 of 576 tokens: 10.9%
+        (8, 64, 8, []),  # 7 x 8 of 568: 9.9%
         (6, 4, 1, []),
         (500, 500, 8, ["tables", "copies"]),
         (700, 700, 8, ["copies"]),  # too long for an explicit mask

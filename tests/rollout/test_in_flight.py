@@ -217,10 +217,10 @@ def test_rows_sent_back_for_memory_keep_what_older_versions_sampled(
     reserve = engine._batch.decoder.reserve
     offered = Offered(engine, {4: 1, 12: 2})
 
-    def sometimes_full(num_steps: int) -> None:
+    def sometimes_full(num_steps: int, most_steps: int) -> None:
         if offered.num_asked in (2, 6, 7, 14):
             raise CacheFullError
-        reserve(num_steps)
+        reserve(num_steps, most_steps)
 
     monkeypatch.setattr(engine._batch.decoder, "reserve", sometimes_full)
     engine.newer_weights = offered

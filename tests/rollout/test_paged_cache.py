@@ -81,6 +81,20 @@ def test_a_pool_grows_no_further_than_its_rows_can_need() -> None:
     assert cache.num_pages == 1 + 20 + 2 * 3
 
 
+def test_the_table_names_the_pages_of_each_row() -> None:
+    cache = make_cache(100 * (2 * LAYERS + 1) * IN_LAYER)
+    cache.add_prompts([PAGE + 3, 2 * PAGE], [2, 1])
+    cache.finish_prompts()
+    for number, steps in enumerate((1, PAGE, 5, 2 * PAGE, 3 * PAGE)):
+        cache.reserve(steps, LONG)
+        for row, pages in enumerate(cache.rows):
+            assert len(pages) >= (cache.lengths[row] + steps) / PAGE
+            assert cache.table[row, : len(pages)].tolist() == pages
+        cache.advance(steps)
+        if number == 2:
+            cache.keep([2, 0])
+
+
 def test_a_cleared_cache_is_as_wide_as_the_longest_row_was() -> None:
     cache = make_cache(100 * (2 * LAYERS + 1) * IN_LAYER)
     addresses = []

@@ -12,9 +12,8 @@ from trustbatch.models.packing.layout import Segment
 from trustbatch.types import RolloutGroup, TrainSequence
 
 MAX_REMAINING_FRACTION = 0.9
-"""a prompt is shared if at most this fraction of the group's tokens is left to compute"""
-MAX_REMAINING_WITH_COPIES = 0.95
-"""likewise where attention copies prompts, which takes a few hundredths of the time"""
+"""a prompt is shared if at most this fraction of the group's tokens is left to compute; where
+attention copies prompts, that takes a tenth of a small model's time"""
 MAX_SHARED_LENGTH = 1024
 """longer sequences share no prompt, since sharing needs an explicit [response, sequence] mask, but
 for copies"""
@@ -116,10 +115,9 @@ def _sharing_pays(samples: Sequence[TrainSequence], copies_prompts: bool) -> boo
     longest = max(sequence.num_tokens for sequence in samples)
     if longest > MAX_SHARED_LENGTH and not copies_prompts:
         return False
-    remaining = MAX_REMAINING_WITH_COPIES if copies_prompts else MAX_REMAINING_FRACTION
     alone = sum(sequence.num_tokens for sequence in samples)
     saved = (len(samples) - 1) * len(samples[0].prompt_token_ids)
-    return alone - saved <= remaining * alone
+    return alone - saved <= MAX_REMAINING_FRACTION * alone
 
 
 def _split_sizes(samples: Sequence[TrainSequence], max_tokens: int) -> list[int]:

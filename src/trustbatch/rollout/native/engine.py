@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,8 +15,9 @@ from trustbatch.rollout.native.batch import Row, RunningBatch
 from trustbatch.rollout.native.cache import CacheFullError
 from trustbatch.rollout.native.decoder import Decoder, LlamaDecoder
 from trustbatch.rollout.native.info import INFO
+from trustbatch.rollout.native.outputs import Outputs
 from trustbatch.rollout.native.portable_decoder import PortableDecoder
-from trustbatch.rollout.sampling import SampledTokens, refuse_divergence, sample_key
+from trustbatch.rollout.sampling import SampledTokens, sample_key
 from trustbatch.types import (
     Completion,
     FinishReason,
@@ -155,7 +155,7 @@ class NativeEngine:
         If newer weights become available it returns early, with unfinished rows in `waiting`.
         """
         batch = self._batch
-        outputs = _Outputs(sampling)
+        outputs = Outputs([row for group in waiting for row in group])
         is_full = False
         while waiting or batch.rows:
             may_join = batch.decoder.joins_running and not is_full
@@ -169,7 +169,7 @@ class NativeEngine:
                 except CacheFullError as error:
                     self._evict(waiting, outputs, error)
                     is_full = True
-            running = [n for n, row in enumerate(batch.rows) if not outputs.is_finished(row)]
+            running = outputs.running(batch.rows)
             if len(running) < REFILL_BELOW * len(batch.rows) or not running:
                 batch.keep(running)
                 is_full = False
@@ -178,14 +178,12 @@ class NativeEngine:
                 break
         return outputs.by_slot()
 
-    def _interrupt(self, waiting: deque[list[Row]], outputs: "_Outputs") -> None:
+    def _interrupt(self, waiting: deque[list[Row]], outputs: Outputs) -> None:
         """Put running rows in front of `waiting`, each with the tokens it has sampled so far."""
         waiting.extendleft([row] for row in reversed(outputs.leave(self._batch.rows)))
         self._batch.keep([])
 
-    def _admit(
-        self, waiting: deque[list[Row]], sampling: SamplingParams, outputs: "_Outputs"
-    ) -> bool:
+    def _admit(self, waiting: deque[list[Row]], sampling: SamplingParams, outputs: Outputs) -> bool:
         """Add groups while there is room, a few prompts at a time; True if memory is full."""
         max_groups, is_fresh = len(waiting), False
         while waiting and len(waiting[0]) <= self.max_sequences - len(self._batch.rows):
@@ -225,7 +223,7 @@ class NativeEngine:
             num_free -= len(groups[-1])
         return groups
 
-    def _evict(self, waiting: deque[list[Row]], outputs: "_Outputs", error: CacheFullError) -> None:
+    def _evict(self, waiting: deque[list[Row]], outputs: Outputs, error: CacheFullError) -> None:
         """Free memory: the last rows go on later, from the tokens that they have sampled."""
         rows = self._batch.rows
         if len(rows) <= 1:
@@ -344,84 +342,3 @@ def _no_memory() -> EngineError:
         "The GPU has no memory left for the keys and values of a single sequence: lower "
         "rollout.max_tokens, or follow the advice of --dry-run."
     )
-
-
-class _Outputs:
-    """The tokens that each slot has sampled so far, and which slots are finished."""
-
-    def __init__(self, sampling: SamplingParams) -> None:
-        self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
-        self.num_sampled: dict[int, int] = {}
-        """by slot, since its row came or came back"""
-        self.finished: set[int] = set()
-        self.slots: list[Tensor] = []
-        self.parts: list[SampledTokens] = []
-        self._unsettled: list[tuple[Sequence[Row], Tensor, SampledTokens]] = []
-        """what `add` was given, and which of the tokens are kept"""
-
-    def num_left(self, rows: Sequence[Row]) -> int:
-        """Return the largest number of tokens that a running row may still sample."""
-        running = (row for row in rows if row.slot not in self.finished)
-        return max((row.max_tokens - self.num_sampled[row.slot] for row in running), default=0)
-
-    def is_finished(self, row: Row) -> bool:
-        """Whether the row has a stop token or max_tokens."""
-        return row.slot in self.finished
-
-    def leave(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the unfinished rows among these as rows that continue from their tokens so far."""
-        tokens = self.by_slot()
-        left = []
-        for row in rows:
-            if row.slot not in self.finished:
-                # those before its last return are in its prefix already
-                new = tokens[row.slot].token_ids[-self.num_sampled.pop(row.slot) :]
-                left.append(replace(row, prefix=row.prefix + tuple(new.tolist())))
-        return left
-
-    def add(self, rows: Sequence[Row], tokens: SampledTokens) -> None:
-        """Append tokens [t, n] of n rows; those after a row's end are discarded.
-
-        Only what decides how decoding goes on is done at once: `settle` does the rest.
-        """
-        num_steps = len(tokens.token_ids)
-        before = torch.tensor([self.num_sampled.get(row.slot, 0) for row in rows])
-        was_finished = torch.tensor([row.slot in self.finished for row in rows])
-        max_tokens = torch.tensor([row.max_tokens for row in rows])
-        number = before + torch.arange(num_steps)[:, None]
-        is_end = torch.isin(tokens.token_ids, self.stops) | (number + 1 >= max_tokens)
-        is_after_end = (is_end.cumsum(0) - is_end.long()).bool() | was_finished
-        counts = (~is_after_end).sum(0)
-        for row, count, ends in zip(rows, counts.tolist(), is_end.any(0).tolist(), strict=True):
-            self.num_sampled[row.slot] = self.num_sampled.get(row.slot, 0) + count
-            if ends:
-                self.finished.add(row.slot)
-        self._unsettled.append((list(rows), ~is_after_end, tokens))
-
-    def settle(self) -> None:
-        """Store the tokens added last; raises if one of their log-probs is not finite."""
-        for rows, is_kept, tokens in self._unsettled:
-            slots = torch.tensor([row.slot for row in rows]).expand(len(is_kept), -1)
-            self.slots.append(slots[is_kept])
-            self.parts.append(tokens.map(lambda part, is_kept=is_kept: part[is_kept]))
-            refuse_divergence(self.parts[-1].logp)
-        self._unsettled.clear()
-
-    def by_slot(self) -> dict[int, SampledTokens]:
-        """Return the tokens of each slot, as tensors over its positions."""
-        self.settle()
-        slots = torch.cat(self.slots)
-        # stable: the positions of a row stay in the order in which they were sampled
-        order = slots.argsort(stable=True)
-        names, lengths = slots[order].unique_consecutive(return_counts=True)
-        columns = {
-            name: part[order].split(lengths.tolist())
-            for name, part in SampledTokens.concatenate(self.parts).tensors().items()
-        }
-        # copies: pickling a view would send the tokens of all other rows too
-        return {
-            slot: SampledTokens.of(
-                {name: column[number].clone() for name, column in columns.items()}
-            )
-            for number, slot in enumerate(names.tolist())
-        }

@@ -93,7 +93,7 @@ class PagedCache:
         self._holders = [1]  # the scratch page is never free
         self._free: list[int] = []
         self._new = _NewPrompts([], [], [])
-        self._table_is_current = self._rows_are_current = False
+        self._rows_are_current = False
         self._expected = int(self._most_held * SPARE)
         self._most_held = 0
 
@@ -229,15 +229,22 @@ class PagedCache:
         """Reserve pages for `num_steps` more tokens in every row; it gets at most `most_steps`."""
         wanted = [_num_pages(length + num_steps) for length in self.lengths]
         self._require(self._missing(num_steps), len(self.rows), self._missing(most_steps))
-        for row, number in zip(self.rows, wanted, strict=True):
-            if number > len(row):
-                row.extend(self._take() for _ in range(number - len(row)))
-                self._table_is_current = False
-        if not self._table_is_current or not self._rows_are_current:
-            self._write_table(max(wanted, default=1))
-        if not self._rows_are_current:
+        entries: list[list[int]] = []
+        """row, number within it, and page of those that are new"""
+        for number, (row, most) in enumerate(zip(self.rows, wanted, strict=True)):
+            while len(row) < most:
+                page = self._take()
+                entries.append([number, len(row), page])
+                row.append(page)
+        width = max(wanted, default=1)
+        if not self._rows_are_current or width > self.table.shape[1]:
+            self._write_table(width)
             self.tiles.write(self._prompts)
             self._rows_are_current = True
+        elif entries:
+            row_of, place, pages = self._to_device(entries).T
+            self.table[row_of.long(), place.long()] = pages
+        self._table_width = max(self._table_width, width)
 
     def _missing(self, num_steps: int) -> int:
         """Return how many pages `num_steps` more tokens in every row need."""
@@ -301,13 +308,14 @@ class PagedCache:
     def _grow(self, num_pages: int) -> int:
         """Make every layer's pool at least this large, one after the other."""
         self.address += 1
+        has_rows = self.num_pages > 1  # else there is but the scratch page, not worth the time
         for parts in self._pools:
             for layer in range(len(parts)):
                 if len(parts[layer]) < num_pages:
                     grown = parts[layer].new_empty(num_pages, *parts[layer].shape[1:])
                     grown[: len(parts[layer])] = parts[layer]
                     parts[layer] = grown
-                    if self.device.type == "cuda":
+                    if self.device.type == "cuda" and has_rows:
                         torch.cuda.empty_cache()  # the old memory is too small for any later pool
         return num_pages
 
@@ -315,13 +323,11 @@ class PagedCache:
         if width > self.table.shape[1]:
             self.table = self._new_table_of(max(width, 2 * self.table.shape[1]))
             self.address += 1
-        self._table_width = max(self._table_width, width)
         padded = [row + [SCRATCH] * (width - len(row)) for row in self.rows]
         if padded:
             self.table[: len(padded), :width].copy_(self._to_device(padded))
         # rows beyond the running ones are padding of a graph's batch
         self.table[len(padded) :, :1] = SCRATCH
-        self._table_is_current = True
 
     def _new_table_of(self, width: int) -> Tensor:
         return torch.zeros(self.max_rows, width, dtype=torch.int32, device=self.device)
