@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from memory_watch import MemoryWatch
 from qwen3_shapes import SHAPES, Shape, make_checkpoint
-from train_workload import count_without_gradient, nearly_on_policy
+from train_workload import PassesWithoutGradient, nearly_on_policy
 from worker_process import (
     Results,
     describe_machine,
@@ -114,10 +114,9 @@ def run_case(case: Case) -> None:
                 session.trainer.objective = config.objective.build()
                 forget_memory(session)
                 watch.restart()
-                seconds = time_steps(case, session, sequences)
+                seconds, num_extra = time_steps(case, session, sequences)
                 if case.profile:
                     profile_step(case, session, sequences, objective)
-                num_extra = count_without_gradient(session, sequences)
                 result = describe_result(case, session, objective, seconds, num_extra)
                 memory = {
                     "measured_gib": watch.peaks_gib(),
@@ -202,12 +201,15 @@ def make_sequences(case: Case) -> list[TrainSequence]:
     ]
 
 
-def time_steps(case: Case, session: Session, sequences: Sequence[TrainSequence]) -> list[float]:
-    """Return the seconds of each optimizer step after the warm-up."""
-    seconds = []
+def time_steps(
+    case: Case, session: Session, sequences: Sequence[TrainSequence]
+) -> tuple[list[float], int]:
+    """Return the seconds of each optimizer step after the warm-up, and their pre-passes."""
+    seconds, num_extra = [], 0
     for number in range(case.warm_up + case.steps):
         start = time.perf_counter()
-        metrics = session.trainer.train(sequences)
+        with PassesWithoutGradient(session) as passes:
+            metrics = session.trainer.train(sequences)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         elapsed = time.perf_counter() - start
@@ -216,7 +218,8 @@ def time_steps(case: Case, session: Session, sequences: Sequence[TrainSequence])
             raise SystemExit("An optimizer step was skipped: its time would not count.")
         if number >= case.warm_up:
             seconds.append(elapsed)
-    return seconds
+            num_extra += passes.number
+    return seconds, num_extra
 
 
 def describe_result(

@@ -32,15 +32,19 @@ def nearly_on_policy(
     ]
 
 
-def count_without_gradient(session: Session, sequences: Sequence[TrainSequence]) -> int:
-    """Take a step; returns how many of its forward passes were without gradient."""
-    root, count = session.policy.root, 0
+class PassesWithoutGradient:
+    """Counts the forward passes without gradient, inside its context."""
 
-    def note(*_: Any) -> None:
-        nonlocal count
-        count += not torch.is_grad_enabled()
+    def __init__(self, session: Session) -> None:
+        self.number = 0
+        self._root = session.policy.root
 
-    hook = root.register_forward_pre_hook(note)
-    session.trainer.train(sequences)
-    hook.remove()
-    return count
+    def __enter__(self) -> "PassesWithoutGradient":
+        self._hook = self._root.register_forward_pre_hook(self._note)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._hook.remove()
+
+    def _note(self, *_: Any) -> None:
+        self.number += not torch.is_grad_enabled()

@@ -420,10 +420,10 @@ def attend(
         PADDED=_padded(group),
         SPLITS=splits,
         SHARED_SPLITS=shared_splits,
-        # FP8 takes more instructions than memory: short steps have room for more programs
-        STEP=page // 2 if pages.is_fp8 else page,
+        STEP=page // 2,
         **sizes,
-        num_warps=1 if pages.is_fp8 else 4,
+        # FP8 takes more instructions than memory: small programs leave room for more of them
+        num_warps=1 if pages.is_fp8 else 2,
         num_stages=3 if pages.is_fp8 else 2,
     )
     if splits > 1:
