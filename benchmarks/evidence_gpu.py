@@ -157,26 +157,23 @@ def run(job: dict[str, Any], args: Any) -> dict[str, Any]:
 
     from trustbatch.build.session import build_session
     from trustbatch.config import parse_config
-    from trustbatch.evaluation import evaluate
     from trustbatch.observe.progress import Progress
     from trustbatch.observe.run_folder import read_metrics
-    from trustbatch.tasks import build_task
 
     with tempfile.TemporaryDirectory() as folder, open("/dev/null", "w") as nowhere:
         tree = configuration(job, args, folder)
         session = build_session(parse_config(tree))
         session = dataclasses.replace(session, checkpointer=NoCheckpoints())
         try:
+            before = (
+                {"held_out_before": held_out(session.policy, args).mean_reward}
+                if args.before
+                else {}
+            )
             with contextlib.closing(session.run), session.run.status:
                 train_session(session, Progress(job["name"], 0, stream=nowhere))
             session.engine.sleep()
-            result = evaluate(
-                session.policy,
-                build_task("gsm8k", path=f"{args.data}/gsm8k_test.jsonl.gz", seed=0, shuffle=False),
-                num_prompts=args.held_out,
-                num_samples=HELD_OUT_SAMPLES,
-                max_tokens=MAX_TOKENS,
-            )
+            result = held_out(session.policy, args)
         finally:
             session.scorer.close()
             session.engine.close()
@@ -192,11 +189,27 @@ def run(job: dict[str, Any], args: Any) -> dict[str, Any]:
     }
     return {
         **job,
-        "config": {key: tree[key] for key in ("objective", "rollout", "training")},
+        "config": {key: tree[key] for key in ("objective", "rollout", "training")}
+        | {"model": {key: value for key, value in tree["model"].items() if key != "name"}},
+        **before,
         "held_out": result.mean_reward,
         "standard_error": result.standard_error,
         "steps": steps,
     }
+
+
+def held_out(policy: Any, args: Any) -> Any:
+    """Evaluate a policy on problems that are never trained on."""
+    from trustbatch.evaluation import evaluate
+    from trustbatch.tasks import build_task
+
+    return evaluate(
+        policy,
+        build_task("gsm8k", path=f"{args.data}/gsm8k_test.jsonl.gz", seed=0, shuffle=False),
+        num_prompts=args.held_out,
+        num_samples=HELD_OUT_SAMPLES,
+        max_tokens=MAX_TOKENS,
+    )
 
 
 def configuration(job: dict[str, Any], args: Any, folder: str) -> dict[str, Any]:
@@ -268,6 +281,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--least-seconds", type=float, default=100.0, help="to start another run")
     parser.add_argument("--steps", type=int, help="of each run; 16, or 24 with lag")
     parser.add_argument("--held-out", type=int, default=HELD_OUT_PROMPTS, help="problems")
+    parser.add_argument("--before", action="store_true", help="evaluate before training, too")
     parser.add_argument("--commit", help="state of the code, where git does not know it")
     parser.add_argument("--set", action="append", default=[], help="KEY=JSON for all runs")
     return parser.parse_args()
