@@ -1,5 +1,6 @@
 """Training, evaluation, reports and inspection from Python."""
 
+import contextlib
 import io
 import math
 import sys
@@ -145,19 +146,19 @@ def _train(
         task = configured_task(config)
     with memory_advice(config, task, "load"):
         session = build_session(config, task)
-    if is_asked_to_stop is not None:
-        session.is_asked_to_stop = is_asked_to_stop
-    # rank 0 prints for all ranks
-    stream = sys.stderr if this_rank() == 0 else io.StringIO()
-    _announce(session, LiveLine(stream))
-    progress = Progress(
-        config.run.name,
-        config.training.steps,
-        done=session.state.step,
-        first=next(iter(read_metrics(session.run.path)), None),
-        stream=stream,
-    )
-    try:
+    with contextlib.closing(session):
+        if is_asked_to_stop is not None:
+            session.is_asked_to_stop = is_asked_to_stop
+        # rank 0 prints for all ranks
+        stream = sys.stderr if this_rank() == 0 else io.StringIO()
+        _announce(session, LiveLine(stream))
+        progress = Progress(
+            config.run.name,
+            config.training.steps,
+            done=session.state.step,
+            first=next(iter(read_metrics(session.run.path)), None),
+            stream=stream,
+        )
         with session.run.status:
             source = build_source(session)
             try:
@@ -166,8 +167,6 @@ def _train(
                 source.close()
             if session.state.step < config.training.steps:
                 session.run.status.close("stopped")
-    finally:
-        session.close()
     return RunResult(
         folder=session.run.path,
         checkpoint=session.run.checkpoints / f"step-{session.state.step}",

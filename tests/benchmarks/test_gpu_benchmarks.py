@@ -1,6 +1,7 @@
 """The GPU benchmarks run to their end at tiny sizes, and count operations as torch does."""
 
 import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +71,11 @@ def test_the_trainer_alone(scripts: Any, case: Any) -> None:
     assert grpo["flops"]["pre_pass"] == 0
     assert p3o["tokens_per_second"] == 4 * LENGTH / p3o["seconds"][0]
     scripts.train.print_table([p3o, grpo])
+
+
+def test_graders_of_the_step_do_not_import_torch() -> None:
+    code = "import sys, step_workload; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True)
 
 
 def test_the_step(scripts: Any, model: str, tmp_path: Path) -> None:

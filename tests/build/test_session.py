@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.own_task import Digits
+from tests.support.processes import command_line
 from tests.support.rollout_files import read_rollouts, rollout_file
 from tests.support.sessions import train_session
 
 import trustbatch
+from trustbatch import api
 from trustbatch.advantages import ADVANTAGES
+from trustbatch.build import session as session_module
 from trustbatch.build.session import build_session
 from trustbatch.config import Config, parse_config
 from trustbatch.config.objective import AdvantageConfig
@@ -20,6 +24,7 @@ from trustbatch.rollout import sampling
 from trustbatch.training.logprobs import EntropyUse, _entropy
 from trustbatch.training.optimizer import build_optimizer, learning_rate_factor
 from trustbatch.types import Prompt
+from trustbatch.utils.worker_pool import WorkerPool
 
 
 def config_of(tiny_folder: Path, folder: Path, **tables: Any) -> Config:
@@ -186,6 +191,71 @@ def test_a_diverged_policy_ends_in_a_sentence(tiny_folder: Path, tmp_path: Path)
         next(session.policy.model.parameters()).fill_(math.nan)
     with pytest.raises(DivergedError, match="lower"):
         train_session(session)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The grading processes that have been started ahead."""
+    found: list[int] = []
+    start = WorkerPool.start
+
+    def noting(self: WorkerPool, num_items: int) -> None:
+        start(self, num_items)
+        found.extend(process._process.pid for process in self._processes)
+
+    monkeypatch.setattr(WorkerPool, "start", noting)
+    return found
+
+
+def test_graders_load_while_the_session_is_built(
+    tiny_folder: Path, tmp_path: Path, started: list[int]
+) -> None:
+    settings = {"prompts_per_step": 1, "samples_per_prompt": 3}
+    config = config_of(tiny_folder, tmp_path, rollout=settings, reward={"workers": 5})
+    session = build_session(config, Digits())
+    assert len(started) == 3
+    assert all(map(command_line, started))
+    train_session(session)
+    pools = session.scorer._pools  # type: ignore[attr-defined]
+    assert [process._process.pid for process in pools["terms"]._processes] == started
+    session.close()
+    assert not any(map(command_line, started))
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [("load_model", ConfigError), ("_assemble", KeyboardInterrupt)],
+)
+def test_a_session_that_can_not_be_built_leaves_no_grader(
+    part: str,
+    error: type[BaseException],
+    tiny_folder: Path,
+    tmp_path: Path,
+    started: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: Any) -> None:
+        assert all(map(command_line, started))
+        raise error("not today")
+
+    monkeypatch.setattr(session_module, part, failing)
+    with pytest.raises(error, match="not today"):
+        build_session(config_of(tiny_folder, tmp_path), Digits())
+    assert started
+    assert not any(map(command_line, started))
+
+
+def test_a_run_that_ends_before_its_first_step_leaves_no_grader(
+    tiny_folder: Path, tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "_announce", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        api.train_config(config_of(tiny_folder, tmp_path), Digits())
+    assert started
+    assert not any(map(command_line, started))
 
 
 def test_two_processes_do_not_share_a_run_folder(tiny_folder: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`trustbatch eval` and `trustbatch compare` on a real tiny model, killed and started again."""
 
+import contextlib
 import json
 import shutil
 import time
@@ -21,6 +22,7 @@ from trustbatch.evaluation.suite import TaskChoice, load_suite
 from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import describe_environment
 from trustbatch.rewards import Scorer
+from trustbatch.rewards.config import RewardConfig
 from trustbatch.rollout.config import RolloutConfig
 from trustbatch.rollout.native.engine import NativeEngine
 from trustbatch.tasks import build_task
@@ -149,6 +151,32 @@ def test_what_is_done_does_not_change_which_problems_are_sampled_together(policy
     assert [len(part) for part in asked[0]] == [2, 2, 2, 1]
     assert asked[3] == asked[0][1:]
     assert sampled[3] == sampled[0][3:]
+
+
+def test_graders_load_while_the_engine_samples(policy: Policy) -> None:
+    task = load_suite([TaskChoice(f"{OWN_TASK}:Short")])[0]
+    problems = [problem.id for problem in task.problems]
+    reward = RewardConfig(workers=5)
+    alive: list[int] = []
+
+    class NotingEngine(NativeEngine):
+        def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+            alive.append(len(scorer._pools["terms"]._processes))
+            return super().generate(requests)
+
+    with contextlib.closing(Scorer(task.task, reward)) as scorer:
+        parts = sample_records(
+            NotingEngine(policy, seed=0),
+            policy,
+            scorer,
+            task,
+            SamplingSettings(samples=2, max_tokens=3),
+            max_sequences=8,
+            max_turns=1,
+            done=problems[1:4],
+        )
+        assert len(next(iter(parts))) == 1
+    assert alive == [2]
 
 
 @pytest.mark.slow

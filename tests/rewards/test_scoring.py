@@ -71,6 +71,41 @@ def test_grader_failures_are_not_rewards() -> None:
     assert "task returned '1'" in group.grades[4].reason
 
 
+def num_processes(scorer: Scorer) -> dict[str, int]:
+    return {name: len(pool._processes) for name, pool in scorer._pools.items()}
+
+
+def test_no_more_processes_are_started_than_there_are_samples() -> None:
+    path = "tests.support.pool_graders:batch_lengths"
+    terms = [{"name": "task"}, {"name": "batch_function", "path": path}]
+    with scorer_of(Odd(), workers=3, terms=terms) as scorer:
+        scorer.start(2)
+        assert num_processes(scorer) == {"terms": 2, "batch:batch_lengths": 1}
+        scorer.start(8)
+        assert num_processes(scorer) == {"terms": 3, "batch:batch_lengths": 1}
+        (group,) = scorer.score([group_of("ok", "four")])
+    assert [grade.reward for grade in group.grades] == [3.0, 5.0]
+    with scorer_of(Arithmetic()) as scorer:
+        scorer.start(2)
+        assert num_processes(scorer) == {}
+
+
+def test_a_grader_that_cannot_be_sent_is_said_when_it_grades(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Local(Odd):
+        pass
+
+    with scorer_of(Local()) as scorer:
+        scorer.start(2)
+        assert not caplog.text
+        for _ in range(2):
+            scorer.score([group_of("ok", "ok")])
+            scorer.start(2)
+        assert num_processes(scorer) == {}
+    assert caplog.text.count("can't be sent to another process") == 1
+
+
 def test_a_reward_that_no_batch_could_average_is_refused() -> None:
     with scorer_of(Odd(), terms=[{"name": "task"}]) as scorer:
         (group,) = scorer.score([group_of("ok", "1e308")])

@@ -15,7 +15,9 @@ from tests.support import pool_graders
 from trustbatch.errors import ConfigError, RewardError
 from trustbatch.types import GradeStatus
 from trustbatch.utils import worker_pool as pool_module
+from trustbatch.utils.worker import WorkerSetup
 from trustbatch.utils.worker_pool import NotPortable, WorkerPool
+from trustbatch.utils.worker_process import WorkerProcess
 
 LIMIT = 1.5
 
@@ -124,6 +126,61 @@ def test_a_process_that_died_idle_is_replaced(pool: WorkerPool) -> None:
         os.kill(pid, signal.SIGKILL)
         assert gone([pid])
     assert [outcome.value for outcome in pool.run(["ok"] * 5)] == [1.0] * 5
+
+
+def wait_for(condition: Callable[[], bool], *, within: float = 30.0) -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_processes_started_ahead_load_while_nothing_waits(tmp_path: Path) -> None:
+    function = pool_graders.LoadsWhenAllowed(tmp_path)
+    pool = WorkerPool(function, workers=2, time_limit=30, memory_limit_gib=1)
+    pool.start(1)
+    assert len(pids(pool)) == 1
+    pool.start(8)
+    started = pids(pool)
+    assert len(started) == 2
+    (tmp_path / "go").touch()
+    wait_for(lambda: len(list(tmp_path.glob("loaded-*"))) == 2)
+    assert [outcome.value for outcome in pool.run(["ok"] * 4)] == [1.0] * 4
+    assert pids(pool) == started
+    pool.close()
+    assert gone(started)
+
+
+def test_a_start_ahead_counts_against_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "START_TIMEOUT", 2.0)
+    function = pool_graders.LoadsWhenAllowed(tmp_path)
+    pool = WorkerPool(function, workers=1, time_limit=2.0, memory_limit_gib=1)
+    pool.start(1)
+    started = pids(pool)
+    time.sleep(2.5)
+    (tmp_path / "go").touch()
+    (outcome,) = pool.run(["ok"])
+    assert (outcome.status, pids(pool)) == (GradeStatus.GRADED, started)
+    pool.close()
+
+
+def test_all_processes_come_up_before_one_is_sent_a_large_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = WorkerPool(pool_graders.grade, workers=3, time_limit=30, memory_limit_gib=1)
+    started: list[int] = []
+    load = WorkerProcess.load
+
+    def noting(self: WorkerProcess, setup: WorkerSetup) -> None:
+        started.append(len(pool._processes))
+        load(self, setup)
+
+    monkeypatch.setattr(WorkerProcess, "load", noting)
+    pool.start(3)
+    assert started == [3, 3, 3]
+    pool.close()
 
 
 def test_closing_ends_all_processes() -> None:
@@ -276,6 +333,19 @@ def test_graders_that_cannot_be_sent_are_refused() -> None:
     with pytest.raises(NotPortable, match="RuntimeError: not here"):
         pool.run(["ok"])
     pool.close()
+
+
+def test_what_failed_ahead_fails_again_where_it_is_used() -> None:
+    for function, error, sentence in (
+        (pool_graders.Unloadable(), NotPortable, "RuntimeError: not here"),
+        (pool_graders.DiesAtStart(), RewardError, "3 grading processes in a row ended with exit"),
+    ):
+        pool = WorkerPool(function, workers=4, time_limit=1.0, memory_limit_gib=1)
+        pool.start(4)
+        wait_for(lambda pool=pool: all(process.has_ended for process in pool._processes))
+        with pytest.raises(error, match=sentence):
+            pool.run(["ok"] * 4)
+        pool.close()
 
 
 def test_processes_that_never_become_ready_are_an_error(

@@ -63,6 +63,14 @@ def build_session(config: Config, task: Task | None = None) -> Session:
     own_scorer = Scorer(
         task, config.reward, max_tokens=config.rollout.max_tokens, folder=config.run.path
     )
+    try:
+        return _build(config, task, suite, own_scorer)
+    except BaseException:
+        own_scorer.close()
+        raise
+
+
+def _build(config: Config, task: Task, suite: list[EvaluatedTask], own_scorer: Scorer) -> Session:
     open_folder = RunFolder if this_rank() == 0 else ReadOnlyRunFolder
     run = open_folder(config.run, config.to_toml())
     check_resumable(config, run)
@@ -71,6 +79,9 @@ def build_session(config: Config, task: Task | None = None) -> Session:
         check_checkpoint(config, checkpoint)
     files = fingerprint_files(config, task, suite)
     refuse_changed_files(config, checkpoint, files, _say)
+    if this_rank() == 0 and not (config.cluster and config.cluster.reward_workers):
+        # they come up while the model is loaded and the first completions are sampled
+        own_scorer.start(config.rollout.prompts_per_step * config.rollout.samples_per_prompt)
     policy = load_checkpoint(config, checkpoint) if checkpoint else load_model(config)
     replica = build_replica(config, policy)
     task = _checked(config, task, suite, policy)

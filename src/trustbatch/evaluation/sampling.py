@@ -15,7 +15,7 @@ from trustbatch.rewards import Scorer
 from trustbatch.rollout.collect import collect
 from trustbatch.rollout.engine import RolloutEngine
 from trustbatch.types import Completion, Grade, Prompt, RolloutGroup
-from trustbatch.utils.distributed import on_rank_zero
+from trustbatch.utils.distributed import on_rank_zero, this_rank
 from trustbatch.utils.terminal import LiveLine
 
 
@@ -39,8 +39,11 @@ def sample_records(
     problems_per_batch = max(max_sequences // settings.samples, 1)
     for start in range(0, len(task.problems), problems_per_batch):
         problems = task.problems[start : start + problems_per_batch]
-        if all(problem.id in done for problem in problems):
+        num_new = sum(problem.id not in done for problem in problems)
+        if not num_new:
             continue
+        if this_rank() == 0:
+            scorer.start(num_new * settings.samples)  # they come up while the engine samples
         prompts = [replace(problem, id=task.sampling_id(problem)) for problem in problems]
         groups = collect(
             engine,

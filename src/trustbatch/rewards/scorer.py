@@ -5,6 +5,7 @@ instead of reward 0; `reward.ungraded` configures how it is treated. `reward.tru
 how completions that end at the token limit are treated.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -89,11 +90,23 @@ class Scorer:
             for group in groups
         ]
 
+    def start(self, num_samples: int) -> None:
+        """Start the grading processes for a batch, and return while they load the terms.
+
+        What is wrong with a grader is said where completions are graded.
+        """
+        _, pooled = _divide(self._terms)
+        if pooled.terms:
+            self._start("terms", pooled, num_samples)
+        for weighted in self._terms:
+            if isinstance(weighted.term, BatchFunctionTerm):
+                self._start(f"batch:{weighted.label}", weighted.term, 1)
+
     def prepare(self) -> None:
         """Load the terms in a grading process, to check that it works."""
         _, pooled = _divide(self._terms)
         if pooled.terms:
-            self._in_processes("terms", pooled, [], self.reward.time_limit)
+            self._in_processes("terms", pooled, [])
         for weighted in self._terms:
             if isinstance(weighted.term, BatchFunctionTerm):
                 self._batch(weighted.label, weighted.term, [])
@@ -125,7 +138,7 @@ class Scorer:
         local, pooled = _divide(self._terms)
         columns = [[run_grader(local, sample) for sample in samples]] if local.terms else []
         if pooled.terms:
-            columns.append(self._in_processes("terms", pooled, samples, self.reward.time_limit))
+            columns.append(self._in_processes("terms", pooled, samples))
         for weighted in self._terms:
             if isinstance(weighted.term, ServerTerm):
                 found = weighted.term.outcomes(samples)
@@ -138,7 +151,7 @@ class Scorer:
         self, label: str, term: BatchFunctionTerm, samples: Sequence[Sample]
     ) -> list[Outcome]:
         batches = [list(samples)] if samples else []
-        found = self._in_processes(f"batch:{label}", term, batches, term.time_limit)
+        found = self._in_processes(f"batch:{label}", term, batches)
         if not found:
             return []
         (outcome,) = found
@@ -151,29 +164,15 @@ class Scorer:
         ]
 
     def _in_processes(
-        self,
-        name: str,
-        grade: PooledTerms | BatchFunctionTerm,
-        items: Sequence[Any],
-        time_limit: float,
+        self, name: str, grade: PooledTerms | BatchFunctionTerm, items: Sequence[Any]
     ) -> list[Outcome]:
         """Grade in a pool, or in this process if the grader can't be sent to another."""
         if name not in self._graded_in_process:
             try:
-                if name not in self._pools:
-                    self._pools[name] = WorkerPool(
-                        grade,
-                        workers=self.reward.workers or os.cpu_count() or 1,
-                        time_limit=time_limit,
-                        memory_limit_gib=self.reward.memory_limit_gib,
-                        environment=self.reward.environment,
-                        words=Words()
-                        if isinstance(grade, PooledTerms)
-                        else Words(limit=f"time_limit of the term {name.removeprefix('batch:')}"),
-                    )
+                pool = self._pool(name, grade)
                 if not items:
-                    self._pools[name].prepare()
-                return self._pools[name].run(items)
+                    pool.prepare()
+                return pool.run(items)
             except NotPortable as error:
                 self._graded_in_process.add(name)
                 pool = self._pools.pop(name, None)
@@ -187,6 +186,26 @@ class Scorer:
                     error,
                 )
         return [run_grader(grade, item) for item in items]
+
+    def _start(self, name: str, grade: PooledTerms | BatchFunctionTerm, num_items: int) -> None:
+        if name not in self._graded_in_process:
+            with contextlib.suppress(NotPortable):
+                self._pool(name, grade).start(num_items)
+
+    def _pool(self, name: str, grade: PooledTerms | BatchFunctionTerm) -> WorkerPool:
+        """Return the pool of a grader; raises NotPortable if it can't be pickled."""
+        if name not in self._pools:
+            is_batch = isinstance(grade, BatchFunctionTerm)
+            limit = f"time_limit of the term {name.removeprefix('batch:')}"
+            self._pools[name] = WorkerPool(
+                grade,
+                workers=self.reward.workers or os.cpu_count() or 1,
+                time_limit=grade.time_limit if is_batch else self.reward.time_limit,
+                memory_limit_gib=self.reward.memory_limit_gib,
+                environment=self.reward.environment,
+                words=Words(limit=limit) if is_batch else Words(),
+            )
+        return self._pools[name]
 
     def _load_in_process(self, grade: PooledTerms | BatchFunctionTerm) -> None:
         """Load a grader that could not be loaded elsewhere; a broken one fails here, too."""

@@ -24,7 +24,7 @@ from trustbatch.utils.worker_process import WorkerProcess, how_it_ended
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 120.0
-"""seconds in which a process has to load its function"""
+"""seconds in which a process has to load its function, from when something waits for it"""
 PROGRESS_INTERVAL = 10.0
 """seconds between two log lines"""
 MAX_FAILED_STARTS = 3
@@ -52,7 +52,8 @@ class NotPortable(Exception):
 class WorkerPool:
     """Calls a function on items in separate processes.
 
-    Processes start at the first use and end with `close`, or with the thread that started them.
+    Processes start with `start` or at the first use, and end with `close`, or with the thread that
+    started them.
     They have the usual environment variables, and those that `environment` names.
     """
 
@@ -84,6 +85,13 @@ class WorkerPool:
         self._failed_starts = 0
         self._was_ready = False
 
+    def start(self, num_items: int) -> None:
+        """Start the processes for that many items, and return while they load the function.
+
+        Nothing is said of those that fail: `run` starts others, and raises their errors.
+        """
+        self._start_workers(min(self.workers, num_items))
+
     def prepare(self) -> None:
         """Wait until one process has loaded the function; raises the errors of `run`."""
         while not any(process.is_ready for process in self._processes):
@@ -93,7 +101,7 @@ class WorkerPool:
     def run(self, items: Sequence[Any]) -> list[Outcome]:
         """Return an outcome for each item; raises NotPortable if no process loads the function."""
         for process in [each for each in self._processes if each.has_ended]:
-            self._end(process)  # it was idle, so no item is lost
+            self._end(process)  # it had no item that could be lost
         waiting = deque(enumerate(items))
         outcomes: list[Outcome | None] = [None] * len(items)
         missing = len(items)
@@ -123,10 +131,15 @@ class WorkerPool:
 
     def _start_workers(self, count: int) -> None:
         """Start processes until there are at least `count`."""
+        started: list[WorkerProcess] = []
         while len(self._processes) < count:
-            process = WorkerProcess(self._setup, self._environment, start_timeout=START_TIMEOUT)
+            process = WorkerProcess(self._environment)
             self._selector.register(process.outcomes, selectors.EVENT_READ, process)
             self._processes.append(process)
+            started.append(process)
+        # a large function waits for its reader, while all others come up
+        for process in started:
+            process.load(self._setup)
 
     def _end(self, process: WorkerProcess) -> int:
         self._selector.unregister(process.outcomes)
@@ -135,6 +148,8 @@ class WorkerPool:
 
     def _wait(self) -> list[tuple[int, Outcome]]:
         """Wait for the next outcome, exit or deadline, and return the new outcomes."""
+        for process in self._processes:
+            process.expect_ready(within=START_TIMEOUT)
         deadline = min(process.deadline for process in self._processes)
         wait = min(max(deadline - time.monotonic(), 0.0), PROGRESS_INTERVAL)
         found: list[tuple[int, Outcome]] = []

@@ -1,6 +1,7 @@
 """One worker process: started, given items, and killed with all that it has started."""
 
 import contextlib
+import math
 import os
 import pickle
 import signal
@@ -20,9 +21,7 @@ END_SECONDS = 5.0
 class WorkerProcess:
     """One worker process and its current item."""
 
-    def __init__(
-        self, setup: WorkerSetup, environment: Mapping[str, str], *, start_timeout: float
-    ) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
         self.oom_kills = count_oom_kills()
         """of the system when the process was started"""
         # a new session: its children are killed with it, and Ctrl-C does not reach it
@@ -42,8 +41,16 @@ class WorkerProcess:
         self._received = bytearray()
         self.is_ready = False
         self.item: int | None = None
-        self.deadline = time.monotonic() + start_timeout
+        self.deadline = math.inf
+
+    def load(self, setup: WorkerSetup) -> None:
+        """Send the function, which the process then loads; there is no deadline yet."""
         self._put(setup)
+
+    def expect_ready(self, within: float) -> None:
+        """Set the deadline of a process that is loading, unless it has one."""
+        if not self.is_ready and self.deadline == math.inf:
+            self.deadline = time.monotonic() + within
 
     def send(self, number: int, item: Any, time_limit: float) -> None:
         """Send an item, which has to be done within `time_limit` seconds."""
@@ -59,7 +66,7 @@ class WorkerProcess:
     def mark_idle(self) -> None:
         """Mark idle; no deadline."""
         self.item = None
-        self.deadline = float("inf")
+        self.deadline = math.inf
 
     @property
     def has_ended(self) -> bool:
