@@ -268,7 +268,8 @@ class Policy:
 
         Of lists the tokenizer would look at every number, which takes longer than decoding them.
         """
-        return self.tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
+        sequences: Any = list(token_ids)  # which its annotation leaves out
+        return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
 
 
 def _inputs(input_ids: Tensor, packed: PackedLayout | None) -> dict[str, Any]:

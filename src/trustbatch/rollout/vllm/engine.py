@@ -114,7 +114,7 @@ class VllmEngine:
         slots = [(request, sample) for request in requests for sample in request.samples]
         samples = [self._sample_request(request, sample) for request, sample in slots]
         results = host.generate(samples, self.config.generate_seconds)
-        texts = self.policy.decode([result.token_ids for result in results])
+        texts = self.policy.decode([torch.from_numpy(result.token_ids) for result in results])
         return [
             self._completion(request, sample, result, text)
             for (request, sample), result, text in zip(slots, results, texts, strict=True)
