@@ -50,7 +50,7 @@ class RunResult:
     folder: Path
     """the run folder"""
     checkpoint: Path
-    """the trained model, a Hugging Face folder"""
+    """the trained model, a Hugging Face folder; with run.keep_checkpoints = 0 it is not there"""
     metrics: list[dict[str, Any]]
     """one dictionary a step, and one of step 0 where the policy was evaluated before the first"""
 
@@ -149,29 +149,35 @@ def _train(
     with contextlib.closing(session):
         if is_asked_to_stop is not None:
             session.is_asked_to_stop = is_asked_to_stop
-        # rank 0 prints for all ranks
-        stream = sys.stderr if this_rank() == 0 else io.StringIO()
-        _announce(session, LiveLine(stream))
-        progress = Progress(
-            config.run.name,
-            config.training.steps,
-            done=session.state.step,
-            first=next(iter(read_metrics(session.run.path)), None),
-            stream=stream,
-        )
-        with session.run.status:
-            source = build_source(session)
-            try:
-                train_loop(session, source, Recorder(session, source, progress))
-            finally:
-                source.close()
-            if session.state.step < config.training.steps:
-                session.run.status.close("stopped")
+        train_session(session)
     return RunResult(
         folder=session.run.path,
         checkpoint=session.run.checkpoints / f"step-{session.state.step}",
         metrics=read_metrics(session.run.path),
     )
+
+
+def train_session(session: Session) -> None:
+    """Train to the end, or until the session is asked to stop; the caller closes it."""
+    config = session.config
+    # rank 0 prints for all ranks
+    stream = sys.stderr if this_rank() == 0 else io.StringIO()
+    _announce(session, LiveLine(stream))
+    progress = Progress(
+        config.run.name,
+        config.training.steps,
+        done=session.state.step,
+        first=next(iter(read_metrics(session.run.path)), None),
+        stream=stream,
+    )
+    with session.run.status:
+        source = build_source(session)
+        try:
+            train_loop(session, source, Recorder(session, source, progress))
+        finally:
+            source.close()
+        if session.state.step < config.training.steps:
+            session.run.status.close("stopped")
 
 
 def _announce(session: Session, line: LiveLine) -> None:

@@ -1,6 +1,5 @@
 """The tables of docs/results.md are those of the runs that are kept."""
 
-import argparse
 import importlib.util
 import json
 import re
@@ -8,8 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from trustbatch.config import parse_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +21,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-evidence_table, evidence_gpu = load("evidence_table"), load("evidence_gpu")
+evidence_table = load("evidence_table")
 SHOWN = evidence_table.TABLE.findall((ROOT / "docs" / "results.md").read_text())
 
 
@@ -113,32 +110,3 @@ def test_a_table_by_hand(tmp_path: Path) -> None:
         "| PACT | 0.500 |  |  |  | 0 of 1 |",
         "| GRPO | 0.400 0.200 | **0.050** | 0.175 | 0.050 | 1 of 3 |",
     ]
-
-
-def test_a_plan_names_its_runs_in_order() -> None:
-    jobs = evidence_gpu.plan(["pact@lag8,fresh:1,2", "grpo:3"])
-    assert [job["name"] for job in jobs[:5]] == [
-        "lag8--pact--seed-1",
-        "fresh--pact--seed-1",
-        "lag8--pact--seed-2",
-        "fresh--pact--seed-2",
-        "fresh--grpo--seed-3",
-    ]
-    assert len(jobs) == 4 + len(evidence_gpu.FIRST_REGIMES) == 10
-    assert evidence_gpu.REGIMES.keys() <= evidence_table.REGIMES.keys()
-    assert evidence_gpu.ARMS.keys() <= evidence_table.LABELS.keys()
-
-
-@pytest.mark.parametrize("regime", evidence_gpu.REGIMES)
-def test_every_regime_is_a_configuration(regime: str) -> None:
-    args = argparse.Namespace(model="m", data="d", second_model="other", steps=None, set=[])
-    job = {"name": "run", "arm": "grpo", "regime": regime, "seed": 1}
-    rollout = parse_config(evidence_gpu.configuration(job, args, "runs")).rollout
-    assert [policy.model for policy in rollout.policies] == ["other"] * (regime == "mixed50")
-    same = (
-        rollout
-        == parse_config(
-            evidence_gpu.configuration({**job, "regime": "fresh"}, args, "runs")
-        ).rollout
-    )
-    assert same == (regime == "fresh")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import checkpoint_ranks as ranks
+from tests.support.small_config import write_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,8 +24,10 @@ from trustbatch.checkpoints.load import (
 from trustbatch.checkpoints.loop_state import LoopState
 from trustbatch.checkpoints.save import Checkpointer
 from trustbatch.checkpoints.shards import is_plain
+from trustbatch.cli import main
 from trustbatch.errors import CheckpointError
 from trustbatch.models.tiny import build_tokenizer
+from trustbatch.observe.run_folder import read_metrics
 
 NO_GROUP = 0
 
@@ -402,3 +405,18 @@ def test_files_have_the_mode_of_the_umask(tiny_folder: Path, tmp_path: Path) -> 
     assert sum(path.suffix == ".safetensors" for path in files) >= 2
     modes = {oct(path.stat().st_mode & 0o777) for path in files}
     assert modes == {oct((tmp_path / "plain").stat().st_mode & 0o777)}
+
+
+def test_a_run_may_keep_no_checkpoint(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(tmp_path, tiny_folder, steps=2)
+    overrides = ["--run.checkpoint_every", "1", "--run.keep_checkpoints"]
+    assert main(["train", file, *overrides, "0", "--run.name", "none"]) == 0
+    assert "Model" not in capsys.readouterr().out
+    assert main(["train", file, *overrides, "1", "--run.name", "one"]) == 0
+    assert "Model" in capsys.readouterr().out
+    none, one = tmp_path / "runs" / "none", tmp_path / "runs" / "one"
+    assert [len(list_checkpoints(run / "checkpoints")) for run in (none, one)] == [0, 1]
+    rewards = [[row["reward/mean"] for row in read_metrics(run)] for run in (none, one)]
+    assert rewards[0] == rewards[1]

@@ -44,7 +44,6 @@ from trustbatch.studies.results import (
     RunState,
     StudyResults,
     StudyRun,
-    plain_name,
     read_study,
     regime_labels,
     reward_bounds,
@@ -187,7 +186,7 @@ def test_an_unreadable_study_is_one_sentence(tmp_path: Path, content: str) -> No
 
 def test_names_and_labels_without_the_regime() -> None:
     arms = crossed({"t0.6": "T = 0.6", "t1.2": "T = 1.2"}, [P3O, GRPO[1]])
-    assert [plain_name(arm) for arm in arms] == ["p3o", "grpo-0.4"] * 2
+    assert [arm.plain_name for arm in arms] == ["p3o", "grpo-0.4"] * 2
     assert regime_labels(arms) == {"t0.6": "T = 0.6", "t1.2": "T = 1.2"}
     assert regime_labels(arms[:1]) == {"t0.6": "t0.6"}
     assert regime_labels([P3O, DAPO]) == {"": ""}
@@ -314,10 +313,7 @@ def test_nothing_is_said_of_nothing(tmp_path: Path) -> None:
     found = judge(results)
     assert found.sentences[0].startswith("Nothing can be said yet")
     assert found.sentences[1].startswith("1-ESS was not recorded")
-    assert found.remarks == (
-        "P3O is not finished with its only seed.",
-        "DAPO is not finished with its only seed.",
-    )
+    assert found.remarks == ("Not run: P3O and DAPO.",)
 
 
 def test_seeds_are_paired_and_failures_named(tmp_path: Path) -> None:

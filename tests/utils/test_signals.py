@@ -64,7 +64,7 @@ def test_the_step_is_finished_and_saved(
         process.send_signal(number)
         printed, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + number, errors
-    assert "Stopping after this step, with a checkpoint; press Ctrl-C again" in errors
+    assert "Stopping after this step; press Ctrl-C again" in errors
     step = read_metrics(run)[-1]["step"]
     assert 2 <= step < STEPS
     assert f"Stopped after step {step}: the same command continues the run." in printed

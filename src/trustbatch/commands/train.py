@@ -67,13 +67,15 @@ def _train(options: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # under torchrun rank 0 prints
     report = write_report([result.folder], result.folder / "report.html")
-    console.print(f"Model   {result.checkpoint}", markup=False, highlight=False)
+    if config.run.keep_checkpoints:
+        console.print(f"Model   {result.checkpoint}", markup=False, highlight=False)
     if not is_quiet():
         console.print(f"Report  {report}", markup=False, highlight=False)
     step = result.metrics[-1]["step"]
     if signals.received is None or step == config.training.steps:
         return 0
-    console.print(f"Stopped after step {step}: the same command continues the run.")
+    again = "continues the run" if config.run.keep_checkpoints else "starts over"
+    console.print(f"Stopped after step {step}: the same command {again}.")
     return 128 + signals.received
 
 

@@ -129,6 +129,7 @@ PEER_NAMES: tuple[PeerName, ...] = (
         ("load_in_8bit", "model.quantization", 'with the value "int8"'),
         ("lora_dropout", "", "trainer and engine must compute the same log-probs"),
         ("save_steps", "run.checkpoint_every"),
+        ("save_strategy", "run.keep_checkpoints", 'where 0 is "no"'),
         ("save_total_limit", "run.keep_checkpoints"),
         ("eval_steps", "evaluation.every"),
         ("logging_steps", "", "every step is logged"),

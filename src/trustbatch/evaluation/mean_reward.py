@@ -14,6 +14,8 @@ from trustbatch.tasks import Task
 from trustbatch.tasks.base import close_task
 from trustbatch.types import RolloutGroup, SamplingParams
 
+NORMAL_95 = 1.96
+
 
 @dataclass(frozen=True)
 class EvaluationResult:
@@ -25,6 +27,12 @@ class EvaluationResult:
     num_prompts: int
     """prompts with a graded sample"""
     num_samples: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Return the ends of the 95% interval over prompts."""
+        half = NORMAL_95 * self.standard_error
+        return self.mean_reward - half, self.mean_reward + half
 
 
 def evaluate(

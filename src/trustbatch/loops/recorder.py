@@ -62,7 +62,7 @@ class Recorder:
         session.run.write_metrics(step, metrics)  # they close the step for the trackers
         # asked of rank 0 alone: ranks may be asked at different moments
         self.is_stopping = not is_last and self.source.broadcast(session.is_asked_to_stop())
-        if step % config.run.checkpoint_every == 0 or is_last or self.is_stopping:
+        if config.run.saves_checkpoint(step, is_last=is_last or self.is_stopping):
             session.run.sync()
             session.checkpointer.save(self.source.checkpoint_state())
         session.checkpointer.raise_failure()

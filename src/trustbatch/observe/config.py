@@ -20,7 +20,8 @@ class RunConfig(Table):
     folder: Changeable[str] = "runs"
     checkpoint_every: Changeable[int] = Field(default=50, ge=1)
     """steps between checkpoints; the last step always has one"""
-    keep_checkpoints: Changeable[int] = Field(default=2, ge=1)
+    keep_checkpoints: Changeable[int] = Field(default=2, ge=0)
+    """newest checkpoints kept; 0: none is written, and the run can't be continued"""
     rollouts_every: Changeable[int] = Field(default=10, ge=1)
     """steps between samples of completions in rollouts/; the first and the last step have one"""
     rollouts_logged: Changeable[int] = Field(default=16, ge=0)
@@ -50,6 +51,10 @@ class RunConfig(Table):
         """Whether the completions of a step are written to rollouts/."""
         is_due = step % self.rollouts_every == 0 or step in (1, num_steps)
         return bool(self.rollouts_logged) and is_due
+
+    def saves_checkpoint(self, step: int, *, is_last: bool) -> bool:
+        """Whether a checkpoint follows a step, which may be the last of this start."""
+        return bool(self.keep_checkpoints) and (is_last or step % self.checkpoint_every == 0)
 
     def has_ledger(self, step: int) -> bool:
         """Whether the metrics of a step include the ledger; not the last's, which may change."""

@@ -132,6 +132,13 @@ def fp8() -> Regime:
     return Regime(name="fp8", label="FP8 rollouts", changes={"rollout.precision": "fp8"})
 
 
+def fp8_kv() -> Regime:
+    """Rollouts with keys and values in 8 bits."""
+    return Regime(
+        name="fp8-kv", label="FP8 keys and values", changes={"rollout.kv_precision": "fp8"}
+    )
+
+
 def mixed(scale: Scale, share: float) -> Regime:
     """A share of the rollouts from another model."""
     other = {"name": "other", "model": scale.other_model, "share": share}

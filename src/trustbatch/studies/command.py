@@ -34,7 +34,9 @@ def add_study_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="name of the study; --list shows all")
     parser.add_argument("--list", action="store_true", help="show all studies")
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="default: cpu")
-    parser.add_argument("--seeds", help="a list such as 0,1,2, or a number of seeds such as 5")
+    parser.add_argument(
+        "--seeds", help="a list such as 0,1,2, or a number of seeds such as 5; 4, is seed 4 alone"
+    )
     parser.add_argument("--arms", help="run only these arms, e.g. p3o,grpo-0.2")
     parser.add_argument("--steps", type=_positive_int, help="steps of each run")
     parser.add_argument("--model", help="folder or name of the model to train")
@@ -64,6 +66,15 @@ def add_study_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write the page from existing results, and run nothing",
     )
+    parser.add_argument(
+        "--records",
+        metavar="FILE",
+        help="keep a line for each finished run instead of its checkpoint; runs in it are done",
+    )
+    parser.add_argument(
+        "--before", action="store_true", help="with --records: evaluate before training, too"
+    )
+    parser.add_argument("--commit", help="with --records: the code's, where git does not know it")
     parser.add_argument("--retry-failed", action="store_true", help="run failed runs again")
 
 
@@ -96,11 +107,14 @@ def study_command(options: argparse.Namespace, words: Sequence[str]) -> int:
         wrong = "" if options.name is None else f" {options.name!r}"
         hint = did_you_mean(options.name or "", known)
         raise ConfigError(f"There is no study{wrong}{hint}: choose one of {', '.join(known)}.")
+    _check_records(options)
     out = Path(options.out or DEFAULT_FOLDER / f"{options.name}-{options.scale}")
-    if options.page_only:
+    if options.page_only and options.records is None:
         return _write_page(console, out)
     models = Path(options.models or out.parent / "models")
     study, scale = requested_study(options)
+    if options.page_only:
+        return _page_of_records(console, study, scale, options, out=out, words=words)
     if options.dry_run:
         from trustbatch.studies.dry_run import show_plan
 
@@ -161,10 +175,14 @@ def _jobs(
         return benchmark_jobs(
             study, scale, source=Path(options.source), out=out, models=models, data=options.data
         )
-    from trustbatch.studies.jobs import training_jobs
+    from trustbatch.studies.jobs import Records, training_jobs
 
     held_out = None if options.no_eval else scale.held_out
-    return training_jobs(study, out=out, models=models, held_out=held_out)
+    records = None
+    if options.records is not None:
+        file = Path(options.records).resolve()
+        records = Records(file=file, commit=options.commit, before=options.before)
+    return training_jobs(study, out=out, models=models, held_out=held_out, records=records)
 
 
 def _run(
@@ -178,17 +196,12 @@ def _run(
     out: Path,
     words: Sequence[str],
 ) -> int:
-    from trustbatch.observe.run_folder import describe_environment
     from trustbatch.studies.folder import StudyFolder
     from trustbatch.studies.runner import run_jobs
 
     folder = StudyFolder(out)
     lock = folder.lock()
-    about = {
-        "command": shlex.join(["trustbatch", *words]),
-        "environment": describe_environment(),
-        "held_out": None if options.no_eval or not scale.held_out else asdict(scale.held_out),
-    }
+    about = _about(options, scale, words)
     try:
         folder.write(study, about=about, state="running")
         tally = run_jobs(
@@ -210,6 +223,51 @@ def _run(
     if tally.was_interrupted:
         return 130
     return 1 if tally.failed else status
+
+
+def _about(options: argparse.Namespace, scale: Scale, words: Sequence[str]) -> dict[str, Any]:
+    """Return what study.json says of this start."""
+    from trustbatch.observe.run_folder import describe_environment
+
+    return {
+        "command": shlex.join(["trustbatch", *words]),
+        "environment": describe_environment(),
+        "held_out": None if options.no_eval or not scale.held_out else asdict(scale.held_out),
+        "records": options.records and str(Path(options.records).resolve()),
+    }
+
+
+def _check_records(options: argparse.Namespace) -> None:
+    if options.records is None:
+        for name in ("before", "commit"):
+            if getattr(options, name):
+                raise ConfigError(f"--{name} is for --records: name the file of records, too.")
+    elif options.name == BENCHMARKS or options.no_eval:
+        wrong = "--no-eval" if options.no_eval else f"the study {BENCHMARKS}"
+        raise ConfigError(f"--records is not for {wrong}: a record is a held-out reward.")
+    elif options.page_only and not Path(options.records).is_file():
+        raise ConfigError(f"{options.records} does not exist: name a file of records.")
+
+
+def _page_of_records(
+    console: Console,
+    study: Study,
+    scale: Scale,
+    options: argparse.Namespace,
+    *,
+    out: Path,
+    words: Sequence[str],
+) -> int:
+    """Write the page of the recorded runs, where nothing was run on this machine."""
+    from trustbatch.studies.folder import StudyFolder
+
+    folder = StudyFolder(out)
+    folder.lock()
+    try:
+        folder.write(study, about=_about(options, scale, words), state="unfinished")
+    finally:
+        folder.unlock()
+    return _write_page(console, out)
 
 
 def _write_page(console: Console, out: Path) -> int:
@@ -275,10 +333,13 @@ def _apply(base: dict[str, Any], word: str, study: Study) -> None:
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or parts == ["0"]:
-        raise ConfigError(f"--seeds {text}: give a number such as 5, or a list such as 0,1,2.")
-    if len(parts) == 1:
+    parts = [part.strip() for part in text.removesuffix(",").split(",")]
+    if not all(part.isdecimal() for part in parts) or text == "0":
+        raise ConfigError(
+            f"--seeds {text}: give a number of seeds such as 5, or a list such as 0,1,2 or 4, (one "
+            "seed and a comma)."
+        )
+    if "," not in text:
         return tuple(range(int(parts[0])))
     return tuple(dict.fromkeys(int(part) for part in parts))
 

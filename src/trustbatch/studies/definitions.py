@@ -5,6 +5,7 @@ evaluates what another study has trained, is in `benchmarks.py`.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from trustbatch.studies.arms import (
     CISPO,
@@ -26,6 +27,7 @@ from trustbatch.studies.arms import (
     all_regimes,
     crossed_arms,
     fp8,
+    fp8_kv,
     fresh,
     grpo,
     hot_and_old,
@@ -38,6 +40,9 @@ from trustbatch.studies.arms import (
     variant,
 )
 from trustbatch.studies.study import Scale, Study
+
+LAG_STEPS, STEPS = 3, 2
+"""in the study `evidence`, steps of runs that lag and of the others, in this ratio"""
 
 
 def clip_study(scale: Scale) -> Study:
@@ -178,6 +183,32 @@ def stress_study(scale: Scale) -> Study:
     )
 
 
+def evidence_study(scale: Scale) -> Study:
+    """The campaign of docs/evidence.md: the objectives of today under ten kinds of rollouts."""
+    steps = scale.base_of("evidence")["training"]["steps"]
+    # a lag delays what can be learned
+    longer = {"training.steps": LAG_STEPS * steps // STEPS}
+    aged = [lag(scale, 2), lag(scale, 8), hot_and_old(scale, 1.2, 4)]
+    aged = [replace(each, changes={**each.changes, **longer}) for each in aged]
+    regimes = [
+        *(fresh(), temperature(1.2), temperature(0.6), top_p(0.95)),
+        *(*aged, fp8(), fp8_kv(), mixed(scale, 0.5)),
+    ]
+    methods = [PACT, GRPO, P3O, DECOUPLED, CISPO, P3O_SAMPLER, TWO_ANCHOR, DAPO, GSPO]
+    methods += [SEQUENCE_MIS, DPPO, M2PO, VCPO, VESPO]
+    return Study(
+        name="evidence",
+        scale=scale.name,
+        title="Evidence",
+        question="Which objectives learn, live or die when rollouts are not the policy's own?",
+        base=scale.base_of("evidence"),
+        # where time is short, whole rows are finished in the order of methods
+        arms=tuple(arm for method in methods for arm in crossed_arms(regimes, [method])),
+        seeds=(1, 2, 3),
+        subject="pact",
+    )
+
+
 P3O_MODEL = variant("p3o-model", "P3O pulled to the model", name="p3o", anchor="model")
 P3O_NO_KL = variant("p3o-no-kl", "P3O without KL", name="p3o", kl="none")
 
@@ -259,4 +290,5 @@ DEFINITIONS: Mapping[str, Callable[[Scale], Study]] = {
     "stress": stress_study,
     "deaths": deaths_study,
     "trust": trust_study,
+    "evidence": evidence_study,
 }

@@ -1,32 +1,35 @@
 """How a worker executes each kind of job."""
 
+import contextlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trustbatch.api import train_config
+from trustbatch.api import train_config, train_session
 from trustbatch.build.engines import build_engine
 from trustbatch.build.policies import load_model
+from trustbatch.build.session import build_session
 from trustbatch.checkpoints.load import TRAINER_FOLDER
 from trustbatch.checkpoints.manifest import MANIFEST_FILE, write_manifest
 from trustbatch.config import parse_config
-from trustbatch.errors import ConfigError
-from trustbatch.evaluation import evaluate
+from trustbatch.errors import ConfigError, DivergedError
+from trustbatch.evaluation import EvaluationResult, evaluate
 from trustbatch.evaluation.run import ModelEvaluator
 from trustbatch.evaluation.settings import Evaluation, SamplingSettings
 from trustbatch.evaluation.suite import EvaluatedTask, TaskChoice, load_suite
 from trustbatch.models.policy import Policy
+from trustbatch.observe.run_folder import describe_environment, read_metrics
 from trustbatch.studies.folder import EVALUATION_FILE
 from trustbatch.studies.jobs import Job, Outcome
+from trustbatch.studies.records import append_record, portable_tree, step_numbers
 from trustbatch.studies.tiny_models import make_tiny_model
 from trustbatch.tasks import build_task
 from trustbatch.utils.files import write_atomically
 from trustbatch.utils.terminal import LiveLine
-
-NORMAL_95 = 1.96
 
 
 def execute(job: Job, *, is_asked_to_stop: Callable[[], bool]) -> Outcome:
@@ -42,6 +45,8 @@ def execute(job: Job, *, is_asked_to_stop: Callable[[], bool]) -> Outcome:
 
 def train(job: Job, *, is_asked_to_stop: Callable[[], bool]) -> Outcome:
     """Train from the last checkpoint on, evaluate on held-out prompts, and keep the weights."""
+    if job.record is not None:
+        return train_and_record(job, job.record, is_asked_to_stop=is_asked_to_stop)
     if not job.is_trained:
         train_config(parse_config(job.details["tree"]), is_asked_to_stop=is_asked_to_stop)
     if not job.is_trained or (not job.is_done and is_asked_to_stop()):
@@ -59,18 +64,58 @@ def train(job: Job, *, is_asked_to_stop: Callable[[], bool]) -> Outcome:
     return "finished"
 
 
-def evaluate_held_out(
-    checkpoint: Path, held_out: Mapping[str, Any], *, model: Mapping[str, Any], file: Path
-) -> None:
-    """Write mean reward and 95% interval over prompts that no run was trained on, at T = 1."""
-    options = dict(held_out["task"])
-    policy = Policy.load(
-        str(checkpoint),
-        device=model.get("device", "auto"),
-        precision=model.get("precision", "auto"),
-        trust_remote_code=model.get("trust_remote_code", False),
+def train_and_record(
+    job: Job, record: Mapping[str, Any], *, is_asked_to_stop: Callable[[], bool]
+) -> Outcome:
+    """Train from the start, evaluate on held-out prompts, and add a line to the records."""
+    started, held_out = time.monotonic(), job.details["held_out"]
+    config = parse_config(job.details["tree"])
+    session = build_session(config)
+    session.is_asked_to_stop = is_asked_to_stop
+    found: dict[str, Any] = {}
+    with contextlib.closing(session):
+        if record["before"]:
+            found["held_out_before"] = mean_held_out(session.policy, held_out).mean_reward
+        try:
+            train_session(session)
+        except DivergedError as error:
+            # a failure of the objective, not of the machine: it counts as dead
+            found |= {"held_out": 0.0, "failed": str(error)}
+        else:
+            if session.state.step < config.training.steps:
+                return "stopped"
+            session.engine.sleep()
+            result = mean_held_out(session.policy, held_out)
+            found |= {
+                "held_out": result.mean_reward,
+                "standard_error": result.standard_error,
+                "prompts": result.num_prompts,
+                "samples": result.num_samples,
+            }
+    regime, arm, seed = record["key"]
+    environment = describe_environment()
+    append_record(
+        Path(record["file"]),
+        {
+            "name": job.name,
+            "regime": regime,
+            "arm": arm,
+            "seed": seed,
+            "config": portable_tree(job.details["tree"]),
+            **found,
+            "steps": step_numbers(read_metrics(job.path)),
+            "seconds": round(time.monotonic() - started, 1),
+            "commit": record["commit"] or environment["commit"],
+            "environment": {key: environment[key] for key in ("started", "packages", "gpus")},
+        },
     )
-    result = evaluate(
+    return "finished"
+
+
+def mean_held_out(policy: Policy, held_out: Mapping[str, Any]) -> EvaluationResult:
+    """Return the mean reward of a policy on prompts that no run was trained on, at T = 1."""
+    options = dict(held_out["task"])
+    return evaluate(
         policy,
         build_task(options.pop("name"), **options),
         num_prompts=held_out["num_prompts"],
@@ -78,11 +123,24 @@ def evaluate_held_out(
         max_tokens=held_out["max_tokens"],
         say=LiveLine().show,
     )
-    half = NORMAL_95 * result.standard_error
+
+
+def evaluate_held_out(
+    checkpoint: Path, held_out: Mapping[str, Any], *, model: Mapping[str, Any], file: Path
+) -> None:
+    """Write mean reward and 95% interval over prompts that no run was trained on, at T = 1."""
+    policy = Policy.load(
+        str(checkpoint),
+        device=model.get("device", "auto"),
+        precision=model.get("precision", "auto"),
+        trust_remote_code=model.get("trust_remote_code", False),
+    )
+    result = mean_held_out(policy, held_out)
+    low, high = result.interval
     record = {
         **asdict(result),
-        "low": result.mean_reward - half,
-        "high": result.mean_reward + half,
+        "low": low,
+        "high": high,
         "temperature": 1.0,
         "task": dict(held_out["task"]),
     }

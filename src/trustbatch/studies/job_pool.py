@@ -7,6 +7,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +24,7 @@ class WorkerProcess:
         self.number = number
         self.log = logs / f"worker-{number}.log"
         self.job: Job | None = None
+        self._sent = 0.0
         environment = dict(os.environ)
         if threads is not None:
             environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -43,11 +45,16 @@ class WorkerProcess:
 
     def send(self, job: Job, *, until: float | None) -> None:
         """Send a job; if the process has died, `receive` tells."""
-        self.job = job
+        self.job, self._sent = job, time.monotonic()
         line = json.dumps({"job": job.to_dict(), "until": until}) + "\n"
         with contextlib.suppress(BrokenPipeError):
             self._jobs.write(line.encode())
             self._jobs.flush()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it was sent its last job."""
+        return time.monotonic() - self._sent
 
     def receive(self) -> Outcome | None:
         """Return the outcome of its job; None if the process has died."""

@@ -9,6 +9,7 @@ from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.observe.run_folder import read_metrics
 from trustbatch.studies.folder import EVALUATION_FILE, FAILURE_FILE, RUNS, run_name
+from trustbatch.studies.records import key_of, read_records, refuse_other_configuration
 from trustbatch.studies.study import Arm, HeldOutTask, Study, set_key
 from trustbatch.studies.tiny_models import resolve_tiny_models, tiny_models_in
 
@@ -48,6 +49,11 @@ class Job:
         return (self.path / FAILURE_FILE).is_file()
 
     @property
+    def record(self) -> Mapping[str, Any] | None:
+        """Of a run that leaves a record instead of a checkpoint: its file, key and options."""
+        return self.details.get("record")
+
+    @property
     def is_done(self) -> bool:
         """Whether nothing is left to do; False after a failure, even at the very end."""
         if self.has_failed:
@@ -56,6 +62,8 @@ class Job:
             return self.path.is_dir()
         if self.kind == "benchmark":
             return (self.path / "results.json").is_file()
+        if self.record is not None:
+            return tuple(self.record["key"]) in read_records(Path(self.record["file"]))
         if self.details["held_out"] is not None:
             return self.is_trained and (self.path / EVALUATION_FILE).is_file()
         return self.is_trained
@@ -67,6 +75,17 @@ class Job:
         metrics = read_metrics(self.path)
         is_over = bool(metrics) and metrics[-1]["step"] == steps
         return is_over and (self.path / "checkpoints" / f"step-{steps}").is_dir()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """Where finished runs are recorded, and how."""
+
+    file: Path
+    commit: str | None = None
+    """state of the code, where git does not know it"""
+    before: bool = False
+    """evaluate before training, too"""
 
 
 def run_tree(study: Study, arm: Arm, seed: int, *, out: Path, models: Path) -> dict[str, Any]:
@@ -81,10 +100,16 @@ def run_tree(study: Study, arm: Arm, seed: int, *, out: Path, models: Path) -> d
 
 
 def training_jobs(
-    study: Study, *, out: Path, models: Path, held_out: HeldOutTask | None
+    study: Study,
+    *,
+    out: Path,
+    models: Path,
+    held_out: HeldOutTask | None,
+    records: Records | None = None,
 ) -> list[Job]:
     """Return all runs, seed by seed, so that a study cut short has all arms of its first seeds."""
     runs = []
+    known = read_records(records.file) if records else {}
     for seed in study.seeds:
         for arm in study.arms:
             tree = run_tree(study, arm, seed, out=out, models=models)
@@ -93,6 +118,13 @@ def training_jobs(
             except ConfigError as error:
                 raise ConfigError(f"The arm {arm.name!r} is invalid: {error}") from error
             name = run_name(arm.name, seed)
+            record = None
+            if records is not None:
+                key = key_of(arm, seed)
+                if key in known:
+                    refuse_other_configuration(known[key], tree, records.file)
+                set_key(tree, "run.keep_checkpoints", 0)
+                record = {**asdict(records), "file": str(records.file), "key": key}
             evaluation = None
             if held_out is not None:
                 evaluation = {**asdict(held_out), "max_tokens": config.rollout.max_tokens}
@@ -105,6 +137,7 @@ def training_jobs(
                         "tree": tree,
                         "steps": config.training.steps,
                         "held_out": evaluation,
+                        "record": record,
                     },
                     needs=tuple(str(path) for path in tiny_models_in(tree)),
                 )

@@ -31,6 +31,7 @@ from trustbatch.studies.folder import (
     arm_of,
     run_name,
 )
+from trustbatch.studies.records import RunRecord, key_of, read_records
 from trustbatch.studies.study import Arm
 
 REWARD = "reward/mean"
@@ -220,7 +221,7 @@ class ArmResult:
     @property
     def plain_name(self) -> str:
         """The arm's name without its regime."""
-        return plain_name(self.arm)
+        return self.arm.plain_name
 
     def by_seed(self, measure: Measure) -> dict[int, float]:
         """Return the measure by seed."""
@@ -293,18 +294,6 @@ class StudyResults:
         return HELD_OUT if any(run.held_out for run in self.runs) else FINAL_REWARD
 
 
-def plain_name(arm: Arm) -> str:
-    """Return an arm's name without its regime, which may be a prefix or a suffix."""
-    name, regime = arm.name, arm.regime
-    if not regime:
-        return name
-    for mark in ("--", "-", "."):
-        short = name.removesuffix(f"{mark}{regime}").removeprefix(f"{regime}{mark}")
-        if short != name:
-            return short
-    return name
-
-
 def regime_labels(arms: Sequence[Arm]) -> dict[str, str]:
     """Return a label for each regime: the common end of its arms' labels, or else its name.
 
@@ -350,6 +339,7 @@ def read_study(folder: Path) -> StudyResults:
         arms = [arm_of(each) for each in tree["arms"]]
         seeds = tuple(int(seed) for seed in tree["seeds"])
         is_evaluated = tree.get("held_out") is not None
+        records = read_records(Path(tree["records"])) if tree.get("records") else {}
         labels = regime_labels(arms)
         return StudyResults(
             folder=folder,
@@ -368,7 +358,12 @@ def read_study(folder: Path) -> StudyResults:
                     label=arm.label.removesuffix(f"{_COMMA}{labels[arm.regime]}"),
                     regime=arm.regime,
                     regime_label=labels[arm.regime],
-                    runs=tuple(_read_study_run(folder, arm, s, is_evaluated) for s in seeds),
+                    runs=tuple(
+                        _of_record(arm, s, records[key_of(arm, s)])
+                        if key_of(arm, s) in records
+                        else _read_study_run(folder, arm, s, is_evaluated)
+                        for s in seeds
+                    ),
                 )
                 for arm in arms
             ),
@@ -377,6 +372,25 @@ def read_study(folder: Path) -> StudyResults:
         raise ConfigError(
             f"{folder / STUDY_FILE} can't be read ({error!r}): start the study again to rewrite it."
         ) from error
+
+
+def _of_record(arm: Arm, seed: int, record: RunRecord) -> StudyRun:
+    """Return a run of which there is a record; one that diverged has a held-out reward of 0."""
+    found = record.held_out
+    low, high = found.interval
+    return StudyRun(
+        arm=arm,
+        seed=seed,
+        state=RunState.FINISHED,
+        run=record.run(run_name(arm.name, seed)),
+        error=record.error,
+        held_out=HeldOut(
+            mean=found.mean_reward,
+            low=low,
+            high=high,
+            num_prompts=found.num_prompts,
+        ),
+    )
 
 
 def _read_study_run(study: Path, arm: Arm, seed: int, is_evaluated: bool) -> StudyRun:

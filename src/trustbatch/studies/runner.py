@@ -77,6 +77,8 @@ class _Runner:
         self._pool = JobPool(pace.parallel, logs=logs, lock=lock, threads=pace.threads)
         self._line, self._shown = LiveLine(), 0.0
         self._num_ended = 0
+        self._longest = 0.0
+        """seconds of the longest job that has finished since the start"""
         self._broken_models: set[str] = set()
 
     def run(self) -> Tally:
@@ -117,7 +119,7 @@ class _Runner:
 
     def _send_jobs(self) -> None:
         for job in list(self._waiting):
-            if not self._has_time():
+            if not self._has_time(job):
                 return
             broken = self._broken_models.intersection(job.needs)
             if broken:
@@ -130,10 +132,14 @@ class _Runner:
             if worker is None:
                 return
             self._waiting.remove(job)
-            worker.send(job, until=self._until)
+            # what is lost if it stops is not asked to: it may just come to its end
+            worker.send(job, until=None if job.record else self._until)
 
-    def _has_time(self) -> bool:
-        return self._until is None or self._until - time.time() > self._pace.least_seconds
+    def _has_time(self, job: Job) -> bool:
+        if self._until is None:
+            return True
+        wanted = max(self._pace.least_seconds, self._longest if job.record else 0.0)
+        return self._until - time.time() > wanted
 
     def _receive(self, seconds: float) -> None:
         for worker in self._pool.wait(seconds):
@@ -145,6 +151,7 @@ class _Runner:
                 self._note_failure(job)
             elif outcome == "finished":
                 self._tally.done += job is not None and job.is_compared
+                self._longest = max(self._longest, worker.seconds)
             self._num_ended += 1
 
     def _remove(self, worker: WorkerProcess, job: Job | None) -> None:

@@ -163,6 +163,14 @@ def gpu_scale(*, task: str = "gsm8k", data: str | None = None) -> Scale:
         families={
             "async": {"training.mini_batches": 1},
             "fp8": {"rollout.max_tokens": max(max_tokens, LONG_COMPLETIONS)},
+            # many short runs, of which several share a GPU
+            "evidence": {
+                "rollout.prompts_per_step": 24,
+                "training.steps": 16,
+                "training.micro_batch_tokens": 4096,
+                "training.compile": False,
+                "run.rollouts_logged": 0,
+            },
         },
         seeds=(0, 1, 2),
         other_model=GPU_OTHER_MODEL,

@@ -25,6 +25,18 @@ class Arm:
     family: str = ""
     """arms that form one curve with mean and deviation, such as GRPO over clip ranges"""
 
+    @property
+    def plain_name(self) -> str:
+        """The name without the regime, which may be a prefix or a suffix."""
+        if not self.regime:
+            return self.name
+        for mark in ("--", "-", "."):
+            short = self.name.removesuffix(f"{mark}{self.regime}")
+            short = short.removeprefix(f"{self.regime}{mark}")
+            if short != self.name:
+                return short
+        return self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class Study:

@@ -250,8 +250,11 @@ def _families(results: StudyResults, arms: Sequence[ArmResult]) -> list[str]:
 
 
 def _troubles(arms: Sequence[ArmResult]) -> list[str]:
-    remarks = []
+    missing = [arm for arm in arms if len(arm.in_state(RunState.MISSING)) == len(arm.runs)]
+    remarks = [f"Not run: {joined([arm.label for arm in missing])}."] if missing else []
     for arm in arms:
+        if arm in missing:
+            continue
         total = len(arm.runs)
         if failed := arm.in_state(RunState.FAILED):
             remarks.append(

@@ -1,4 +1,4 @@
-"""Stopping on a signal: Ctrl-C and SIGTERM end a run after its step, with a checkpoint."""
+"""Stopping on a signal: Ctrl-C and SIGTERM end a run after its step, in order."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STDERR = 2
-MESSAGE = "\nStopping after this step, with a checkpoint; press Ctrl-C again to end at once.\n"
+MESSAGE = "\nStopping after this step; press Ctrl-C again to end at once.\n"
 
 
 class StopSignals:
