@@ -117,12 +117,8 @@ def design(first: Row, second: Row) -> Design | None:
         for count in range(2, len(every) + 1)
         for seeds in combinations(every, count)
     ]
-    # max returns the first of equals, and combinations begin with the lowest seeds
-    best = max(
-        found,
-        key=lambda each: (len(each.regimes) * (len(each.seeds) - 1), len(each.regimes)),
-        default=None,
-    )
+    # the first of equals has the fewest seeds, so the most regimes, and the lowest seeds
+    best = max(found, key=lambda each: len(each.regimes) * (len(each.seeds) - 1), default=None)
     return best if best and best.regimes else None
 
 
