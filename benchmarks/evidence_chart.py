@@ -29,10 +29,7 @@ LEGEND_WIDTH, LEGEND_HEIGHT = 340, 14
 # without color vision and in print
 SHADES = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 TITLE = "Held-out reward after RL, by objective and kind of rollouts"
-NOTE = (
-    "T is the temperature of rollouts (1 for held-out), lag how many versions they are behind. "
-    "Objectives have their defaults."
-)
+NOTE = "T is the temperature of rollouts (1 for held-out), lag how many versions they are behind."
 INK, QUIET, LIGHT, NO_RUN = "#1f2328", "#59636e", "#ffffff", "#eff1f3"
 
 
