@@ -1,18 +1,22 @@
-"""Tables of docs/results.md from the committed runs: regimes x objectives, a number per seed.
+"""Tables and picture of docs/results.md from the committed runs: regimes x objectives x seeds.
 
-    python benchmarks/evidence_table.py --update docs/results.md
+    python benchmarks/evidence_table.py --update
     python benchmarks/evidence_table.py results/gpu/runs.jsonl --dead 0.14
     python benchmarks/evidence_table.py --collect STUDY_FOLDER > results/cpu/trust.jsonl
 
---update rewrites every table between <!-- table: FILE DEAD --> and <!-- end -->, every list of
-paired differences after <!-- paired: FILE ARM -->, and every comparison of two files of runs after
-<!-- agreement: FILE DEAD FILE DEAD -->. A run below
---dead is shown in bold. The last columns are the mean over regimes of the means over seeds, the
-worst regime's mean, and how many runs are dead. --collect makes such a file of the finished runs of
-a study, whose arms are named REGIME-METHOD. A run that failed counts as dead.
+--update writes docs/images/evidence-matrix.svg, and what stands on the page between such a mark and
+<!-- end -->: table: FILE DEAD (all runs), intervals: FILE DEAD (cells with their intervals),
+arms: FILE (all pairs of objectives), paired: FILE ARM (one against the others) and
+agreement: FILE DEAD FILE DEAD (two files of runs). --update PAGE does that to another page, without
+the picture.
+
+A run below --dead is shown in bold. The last columns are the mean over regimes of the means over
+seeds, the worst regime's mean, and how many runs are dead. --collect makes such a file of the
+finished runs of a study, whose arms are named REGIME-METHOD. A run that failed counts as dead.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -22,105 +26,123 @@ from pathlib import Path
 from statistics import correlation, mean, stdev
 from typing import Any
 
-REGIMES = {
-    "fresh": "T = 1",
-    "t1.2": "T = 1.2",
-    "t0.6": "T = 0.6",
-    "top-p0.95": "top-p 0.95",
-    "lag2": "lag 2",
-    "lag8": "lag 8",
-    "t1.2-lag4": "T = 1.2, lag 4",
-    "fp8": "FP8",
-    "fp8-kv": "FP8 keys and values",
-    "mixed50": "half foreign",
-    "mixed25": "25% foreign",
-}
-LABELS = {
-    "pact": "PACT",
-    "both": "PACT",
-    "pact-rms": "rms(A), to both",
-    "both-rms": "rms(A), to both",
-    "prox": "PACT, to the proximal policy",
-    "model": "PACT, to the model",
-    "prox-rms": "rms(A), to the proximal policy",
-    "both-0.3": "0.3, to both",
-    "both-1": "1, to both",
-    "prox-0.3": "0.3, to the proximal policy",
-    "prox-1": "1, to the proximal policy",
-    "model-0.3": "0.3, to the model",
-    "model-1": "1, to the model",
-    "p3o": "P3O",
-    "p3o-model": "P3O",
-    "p3o-sampler": "P3O, to the sampler",
-    "p3o-no-kl": "P3O without KL",
-    "two-anchor": "two-anchor",
-    "grpo": "GRPO",
-    "grpo-0.2": "GRPO",
-    "dapo": "DAPO",
-    "gspo": "GSPO",
-    "cispo": "CISPO",
-    "decoupled": "decoupled",
-    "token-tis": "GRPO, token TIS",
-    "sequence-mis": "GRPO, sequence MIS",
-    "dppo": "DPPO",
-    "m2po": "M2PO",
-    "vespo": "VESPO",
-    "vcpo": "VCPO",
-}
-
-TABLE = re.compile(r"<!-- table: (\S+) ([\d.]+) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
-
-AGREEMENT = re.compile(
-    r"<!-- agreement: (\S+) ([\d.]+) (\S+) ([\d.]+) -->\n(.*?)\n?<!-- end -->", re.DOTALL
+from evidence_chart import Matrix, draw_matrix
+from evidence_intervals import arms_table, interval_table
+from evidence_runs import (
+    LABELS,
+    REGIMES,
+    Row,
+    markdown,
+    mean_over_regimes,
+    means_over_seeds,
+    read_rows,
+    shown_regimes,
 )
 
-PAIRED = re.compile(r"<!-- paired: (\S+) (\S+) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "results.md"
+PICTURE = ROOT / "docs" / "images" / "evidence-matrix.svg"
+CAMPAIGN_FILE, DEAD, UNTRAINED = ROOT / "results" / "gpu" / "runs.jsonl", 0.14, 0.181
+"""what the picture shows; docs/evidence.md has the two numbers"""
+
+MARKED = re.compile(r"<!-- (\w+): ([^>]*) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
 
 
 def main() -> None:
-    """Print a table, or the lines of a study."""
+    """Print a table, or the lines of a study, or write the page anew."""
     parser = argparse.ArgumentParser(description="Tables of runs that are kept.")
     parser.add_argument("file", nargs="?", type=Path, help="lines with arm, regime, seed, held_out")
     parser.add_argument("--dead", type=float, default=0.0, help="below this a run is dead")
     parser.add_argument("--collect", type=Path, help="folder of a study")
-    parser.add_argument("--update", type=Path, help="page whose tables are written anew")
+    parser.add_argument(
+        "--update",
+        nargs="?",
+        const=PAGE,
+        type=Path,
+        metavar="PAGE",
+        help="write docs/results.md and its picture anew, or the tables of another page",
+    )
     args = parser.parse_args()
     if args.update is not None:
-        page = TABLE.sub(_filled, args.update.read_text())
-        page = PAIRED.sub(_filled_differences, page)
-        args.update.write_text(AGREEMENT.sub(_filled_agreement, page))
+        args.update.write_text(filled(args.update.read_text()))
+        if args.update.resolve() == PAGE:
+            PICTURE.write_text(picture())
     elif args.collect is not None:
         sys.stdout.writelines(json.dumps(line) + "\n" for line in collect(args.collect))
     else:
         print(table(args.file, dead=args.dead))
 
 
+def filled(page: str) -> str:
+    """Return a page with everything between its marks made from the runs."""
+    with contextlib.chdir(ROOT):  # the marks name files from here
+        return MARKED.sub(_section, page)
+
+
+def _section(found: re.Match[str]) -> str:
+    kind, words, _ = found.groups()
+    return f"<!-- {kind}: {words} -->\n{generated(kind, words)}\n<!-- end -->"
+
+
+def generated(kind: str, words: str) -> str:
+    """Return what belongs after the mark of this kind with these words."""
+    file, *rest = words.split()
+    match kind, rest:
+        case "table", [dead]:
+            return table(Path(file), dead=float(dead))
+        case "intervals", [dead]:
+            return interval_table(Path(file), dead=float(dead))
+        case "arms", []:
+            return arms_table(Path(file))
+        case "paired", [arm]:
+            return differences(Path(file), arm)
+        case "agreement", [dead, other, dead_other]:
+            return agreement(Path(file), float(dead), Path(other), float(dead_other))
+        case _:
+            raise ValueError(f"There is no mark {kind!r} with {words!r}.")
+
+
+def picture() -> str:
+    """Return the SVG of the real model's matrix."""
+    lines = [json.loads(line) for line in CAMPAIGN_FILE.read_text().splitlines()]
+    steps = {len(line["steps"]["reward/mean"]) for line in lines if "steps" in line}
+    return draw_matrix(
+        Matrix(
+            rows=read_rows(CAMPAIGN_FILE),
+            dead=DEAD,
+            untrained=UNTRAINED,
+            setting=f"Qwen2.5-Coder-0.5B-Instruct, GSM8K, {min(steps)} to {max(steps)} steps, "
+            f"{len(lines)} runs",
+        )
+    )
+
+
 def table(file: Path, *, dead: float) -> str:
     """Return the Markdown table of a file, the arms in the order of LABELS."""
-    cells: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
-    for line in file.read_text().splitlines():
-        run = json.loads(line)
-        cells[run["arm"]][run["regime"]].append((run["seed"], run["held_out"]))
-    regimes = [each for each in REGIMES if any(each in row for row in cells.values())]
+    rows = read_rows(file)
+    regimes = shown_regimes(rows)
     head = ["objective", *(REGIMES[each] for each in regimes), "mean", "worst", "dead"]
-    rows = [head, ["---"] * len(head)]
-    for arm in sorted(cells, key=list(LABELS).index):
-        row = cells[arm]
-        means = [
-            sum(value for _, value in row[each]) / len(row[each]) for each in regimes if each in row
-        ]
-        is_whole = len(means) == len(regimes)
-        values = [value for each in regimes for _, value in row.get(each, [])]
-        rows.append(
-            [
-                LABELS[arm],
-                *(_cell(row.get(each, []), dead) for each in regimes),
-                f"{sum(means) / len(means):.3f}" if is_whole else "",
-                f"{min(means):.3f}" if is_whole else "",
-                f"{sum(value < dead for value in values)} of {len(values)}",
-            ]
-        )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown(
+        [head, ["---"] * len(head), *(_line(arm, row, regimes, dead) for arm, row in rows.items())]
+    )
+
+
+def _line(arm: str, row: Row, regimes: Sequence[str], dead: float) -> list[str]:
+    """Return the cells of an arm; its mean and worst only if it has runs in all regimes."""
+    is_whole = len(row) == len(regimes)
+    values = [value for seeds in row.values() for value in seeds.values()]
+    return [
+        LABELS[arm],
+        *(_cell(list(row.get(each, {}).values()), dead) for each in regimes),
+        f"{mean_over_regimes(row):.3f}" if is_whole else "",
+        f"{min(means_over_seeds(row)):.3f}" if is_whole else "",
+        f"{sum(value < dead for value in values)} of {len(values)}",
+    ]
+
+
+def _cell(values: Sequence[float], dead: float) -> str:
+    """Return the numbers of a cell, those of dead runs in bold."""
+    return " ".join(f"**{value:.3f}**" if value < dead else f"{value:.3f}" for value in values)
 
 
 def differences(file: Path, arm: str) -> str:
@@ -143,7 +165,7 @@ def differences(file: Path, arm: str) -> str:
         error = stdev(gains) / len(gains) ** 0.5
         ahead = f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
         rows.append([LABELS[other], f"{mean(gains):+.3f}", f"{error:.3f}", ahead])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown(rows)
 
 
 def agreement(first: Path, dead_first: float, second: Path, dead_second: float) -> str:
@@ -197,35 +219,6 @@ def _names(
         if each == which
     ]
     return "; ".join(named) or "none"
-
-
-def _filled_agreement(found: re.Match[str]) -> str:
-    """Return a section of the page with the comparison of its two files."""
-    first, dead_first, second, dead_second, _ = found.groups()
-    shown = agreement(Path(first), float(dead_first), Path(second), float(dead_second))
-    head = f"<!-- agreement: {first} {dead_first} {second} {dead_second} -->"
-    return f"{head}\n{shown}\n<!-- end -->"
-
-
-def _filled_differences(found: re.Match[str]) -> str:
-    """Return a section of the page with the differences of its file."""
-    file, arm, _ = found.groups()
-    return f"<!-- paired: {file} {arm} -->\n{differences(Path(file), arm)}\n<!-- end -->"
-
-
-def _filled(found: re.Match[str]) -> str:
-    """Return a section of the page with the table of its file."""
-    file, dead, _ = found.groups()
-    return f"<!-- table: {file} {dead} -->\n{table(Path(file), dead=float(dead))}\n<!-- end -->"
-
-
-def _cell(runs: list[tuple[int, float]], dead: float) -> str:
-    """Return the numbers of a cell in the order of seeds."""
-    shown = [f"{value:.3f}" for _, value in sorted(runs)]
-    return " ".join(
-        f"**{text}**" if value < dead else text
-        for text, (_, value) in zip(shown, sorted(runs), strict=True)
-    )
 
 
 def collect(study: Path) -> list[dict[str, Any]]:

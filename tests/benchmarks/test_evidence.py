@@ -1,8 +1,9 @@
 """The tables of docs/results.md are those of the runs that are kept."""
 
-import importlib.util
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,30 +13,54 @@ ROOT = Path(__file__).parents[2]
 
 
 def load(name: str) -> ModuleType:
-    """Import a benchmark by its file."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Import a benchmark by its file, as its own folder sees it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
 
 
 evidence_table = load("evidence_table")
-SHOWN = evidence_table.TABLE.findall((ROOT / "docs" / "results.md").read_text())
+PAGE = (ROOT / "docs" / "results.md").read_text()
+MARKED = evidence_table.MARKED.findall(PAGE)
+SHOWN_FILES = {words.split()[0] for kind, words, _ in MARKED if kind == "table"}
 
 
-@pytest.mark.parametrize(("file", "dead", "shown"), SHOWN, ids=[file for file, _, _ in SHOWN])
-def test_a_table_of_the_results_is_that_of_its_runs(file: str, dead: str, shown: str) -> None:
-    assert shown == evidence_table.table(ROOT / file, dead=float(dead))
+@pytest.mark.parametrize(("kind", "words", "shown"), MARKED, ids=[f"{k} {w}" for k, w, _ in MARKED])
+def test_the_results_are_those_of_their_runs(
+    kind: str, words: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # the page names files from here
+    assert shown == evidence_table.generated(kind, words)
 
 
-DIFFERENCES = evidence_table.PAIRED.findall((ROOT / "docs" / "results.md").read_text())
+def test_the_page_and_its_picture_are_what_is_generated() -> None:
+    assert {kind for kind, *_ in MARKED} == {"table", "intervals", "arms", "paired", "agreement"}
+    assert evidence_table.filled(PAGE) == PAGE
+    assert evidence_table.PICTURE.read_text() == evidence_table.picture()
+    for page, place in ((PAGE, "images"), ((ROOT / "README.md").read_text(), "docs/images")):
+        assert f"]({place}/{evidence_table.PICTURE.name})" in page
 
 
-@pytest.mark.parametrize(("file", "arm", "shown"), DIFFERENCES)
-def test_differences_of_the_results_are_those_of_its_runs(file: str, arm: str, shown: str) -> None:
-    assert shown == evidence_table.differences(ROOT / file, arm)
+def test_one_command_writes_the_page_and_its_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, picture, other = (tmp_path / name for name in ("page.md", "matrix.svg", "other.md"))
+    monkeypatch.setattr(evidence_table, "PAGE", page)
+    monkeypatch.setattr(evidence_table, "PICTURE", picture)
+    for file, arguments in ((other, [str(other)]), (page, [])):
+        assert not picture.exists()  # that of another page is not written
+        file.write_text(PAGE.replace("| 0 of 20 |", "| 1 of 20 |"))
+        monkeypatch.setattr(sys, "argv", ["evidence_table.py", "--update", *arguments])
+        evidence_table.main()
+        assert file.read_text() == PAGE
+    assert picture.read_text() == evidence_table.picture()
+
+
+def test_an_unknown_mark_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no mark 'tables' with 'a\.jsonl 0\.1'"):
+        evidence_table.generated("tables", "a.jsonl 0.1")
 
 
 def test_differences_by_hand(tmp_path: Path) -> None:
@@ -51,16 +76,6 @@ def test_differences_by_hand(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     last = evidence_table.differences(file, "pact").splitlines()[-1]
     assert last == "| GRPO | +0.050 | 0.150 | 1 of 2 |"
-
-
-COMPARISONS = evidence_table.AGREEMENT.findall((ROOT / "docs" / "results.md").read_text())
-
-
-def test_the_comparison_of_scales_is_that_of_their_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)  # it names the files as the page does
-    ((first, dead_first, second, dead_second, shown),) = COMPARISONS
-    files = Path(first), float(dead_first), Path(second), float(dead_second)
-    assert shown == evidence_table.agreement(*files)
 
 
 def test_a_comparison_by_hand(tmp_path: Path) -> None:
@@ -92,7 +107,7 @@ def test_no_placeholder_is_left_on_the_page() -> None:
 
 def test_every_file_of_runs_is_shown_and_has_each_run_once() -> None:
     files = {str(path.relative_to(ROOT)) for path in ROOT.glob("results/*/*.jsonl")}
-    assert files == {file for file, _, _ in SHOWN}
+    assert files == SHOWN_FILES
     for file in files:
         lines = [json.loads(line) for line in (ROOT / file).read_text().splitlines()]
         runs = [(line["arm"], line["regime"], line["seed"]) for line in lines]

@@ -230,8 +230,8 @@ def test_committed_runs_count_as_those_of_the_study(tmp_path: Path) -> None:
 
 
 def test_tables_know_all_arms_and_regimes() -> None:
-    path = ROOT / "benchmarks" / "evidence_table.py"
-    spec = importlib.util.spec_from_file_location("evidence_table", path)
+    path = ROOT / "benchmarks" / "evidence_runs.py"
+    spec = importlib.util.spec_from_file_location("evidence_runs", path)
     assert spec is not None
     assert spec.loader is not None
     table = importlib.util.module_from_spec(spec)
