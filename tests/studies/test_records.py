@@ -140,6 +140,15 @@ def test_a_run_leaves_a_record_and_no_weights(tiny_folder: Path, tmp_path: Path)
     assert record.line["held_out"] == second.line["held_out"]
 
 
+def test_steps_of_the_command_line_are_those_of_every_arm(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    words = small(tiny_folder, "--arms", "fresh-grpo,lag8-grpo")
+    assert [job.details["steps"] for job in jobs_of(words, tmp_path / "r", tmp_path)] == [2, 2]
+    words = ["evidence", "--scale", "gpu", "--arms", "fresh-grpo,lag8-grpo", "--seeds", "1,"]
+    assert [job.details["steps"] for job in jobs_of(words, tmp_path / "r", tmp_path)] == [16, 24]
+
+
 def test_a_run_that_is_stopped_leaves_no_record(tiny_folder: Path, tmp_path: Path) -> None:
     (job,) = jobs_of(small(tiny_folder, "--arms", "fresh-grpo"), tmp_path / "r.jsonl", tmp_path)
     assert execute(job, is_asked_to_stop=lambda: True) == "stopped"

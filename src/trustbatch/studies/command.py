@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # they import torch, which --list does not need
 SCALES = ("smoke", "cpu", "gpu", "paper", "paper-1.5b")
 BENCHMARKS = "benchmarks"
 DEFAULT_FOLDER = Path("runs/studies")
+STEPS = "training.steps"
 PAGE_SHARE = 0.2
 """of a scale's `end_seconds`: the rest is for running jobs to stop"""
 
@@ -309,7 +310,9 @@ def _chosen(study: Study, options: argparse.Namespace) -> Study:
     """Apply --seeds, --arms, --steps, --model and --set."""
     base = json.loads(json.dumps(dict(study.base)))
     if options.steps is not None:
-        set_key(base, "training.steps", options.steps)
+        set_key(base, STEPS, options.steps)
+        # also where an arm has a number of its own
+        study = replace(study, arms=tuple(_with_steps(arm, options.steps) for arm in study.arms))
     if options.model is not None:
         set_key(base, "model.name", options.model)
     for word in options.set:
@@ -317,6 +320,11 @@ def _chosen(study: Study, options: argparse.Namespace) -> Study:
     seeds = study.seeds if options.seeds is None else _seeds(options.seeds)
     arms = study.arms if options.arms is None else _arms(options.arms, study)
     return replace(study, base=base, seeds=seeds, arms=arms)
+
+
+def _with_steps(arm: Arm, steps: int) -> Arm:
+    changes = {key: steps if key == STEPS else value for key, value in arm.changes.items()}
+    return replace(arm, changes=changes)
 
 
 def _apply(base: dict[str, Any], word: str, study: Study) -> None:
