@@ -3,6 +3,8 @@
 import copy
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tests.support.training_cases import (
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from trustbatch.errors import ConfigError
 from trustbatch.models.packing.layout import PackedLayout, Segment
@@ -170,7 +173,7 @@ def test_compiled_kernels_are_kept_in_a_folder_of_the_user(
     monkeypatch.setenv(variable, "mine")
     keep_compiled_kernels()
     assert os.environ[variable] == "mine"
-    monkeypatch.delenv(variable)
+    monkeypatch.setenv(variable, default_cache_dir())  # by torch itself
     keep_compiled_kernels()
     folder = Path(os.environ[variable])
     assert folder.parent == tmp_path / "trustbatch" / "compiled"
@@ -190,6 +193,31 @@ def test_compiled_kernels_are_kept_in_a_folder_of_the_user(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     keep_compiled_kernels()
     assert variable not in os.environ
+
+
+COMPILE_ONCE = """
+import torch
+from torch._dynamo.utils import counters
+from trustbatch.training.layers import keep_compiled_kernels
+keep_compiled_kernels()
+torch.compile(lambda x: x.sin() + 1)(torch.ones(3))
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_second_process_finds_what_the_first_has_compiled(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch in this process may have set it
+    hits = []
+    for _ in range(2):
+        command = [sys.executable, "-c", COMPILE_ONCE]
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert answer.returncode == 0, answer.stderr
+        hits.append(answer.stdout.split()[-2:])
+    assert hits == [["0", "1"], ["1", "0"]]
+    assert list((tmp_path / "trustbatch" / "compiled").glob("*/fxgraph"))
 
 
 @needs_compiler

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.utils.checkpoint import checkpoint
 
 from trustbatch import models
@@ -93,7 +94,9 @@ def keep_compiled_kernels() -> None:
     """
     variable = "TORCHINDUCTOR_CACHE_DIR"
     caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if variable in os.environ or not caches.is_absolute():
+    # torch itself sets the variable, to its default, as soon as it is imported whole
+    is_chosen = os.environ.get(variable, default_cache_dir()) != default_cache_dir()
+    if is_chosen or not caches.is_absolute():
         return
     folder = caches / "trustbatch"
     try:
