@@ -82,6 +82,9 @@ def _run(words: list[str]) -> int:
             f"There is no command {command!r}{did_you_mean(command, commands)}: choose one of "
             f"{', '.join(commands)}."
         )
+    if command is not None:  # -q and -v may stand before the command, too
+        place = words.index(command)
+        words = [command, *words[:place], *words[place + 1 :]]
     keys: list[str] = []
     rest = words
     if command is not None and commands[command].get_default("takes_keys"):

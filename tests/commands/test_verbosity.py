@@ -23,7 +23,7 @@ def test_a_quiet_run_shows_its_warnings_and_its_last_line(
     assert captured.out == f"Model   {model}\n"
     assert captured.err == ""
     hot = ["--objective.name", "grpo", "--rollout.temperature", "1.2", "--run.name", "b"]
-    assert main(["train", config, *few, "-q", *hot]) == 0
+    assert main(["-q", "train", config, *few, *hot]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rollout.temperature = 1.2")
     words = ["--prompts", "2", "--samples", "1", "--output", str(tmp_path / "e"), "-q"]
