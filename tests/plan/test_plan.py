@@ -178,6 +178,19 @@ def test_parts_of_one_gpu(config: Config) -> None:
     }
 
 
+def test_shared_prompts_leave_more_of_a_micro_batch_to_sampled_tokens(tiny_folder: Path) -> None:
+    """Of 512 tokens, with prompts of 4 tokens and completions of 8."""
+    rollout = {"prompts_per_step": 64, "samples_per_prompt": 16, "max_tokens": 8}
+
+    def fraction(tokens: int, **training: Any) -> float:
+        config = config_of(tiny_folder, rollout=rollout, training=training)
+        return estimator_of(config)._sampled_fraction(tokens)
+
+    assert fraction(512) == 16 * 8 / (4 + 16 * 8)  # all samples of a prompt fit
+    assert fraction(4 + 3 * 8 + 7) == 3 * 8 / (4 + 3 * 8)
+    assert fraction(12) == fraction(512, share_prompts=False) == 8 / 12
+
+
 def test_one_micro_batch_has_no_gradients_beside_its_activations(tiny_folder: Path) -> None:
     config = config_of(
         tiny_folder,
@@ -330,8 +343,9 @@ def test_advice_on_a_larger_model(large: Config) -> None:
         setting = Setting.of(large, num_gpus=hardware.num_gpus)
         return str(advise(estimator, setting, limit=hardware.capacity))
 
-    # 30.5 GiB, of which 17.6 are activations and 10 parameters, gradients and states
-    assert of(24) == "set training.micro_batch_tokens = 4096, which saves about 9.3 GiB"
+    # 30.5 GiB, of which 17.6 are activations and 10 parameters, gradients and states. Half of the
+    # activations are saved, and nothing of a slice of logits, which 4,096 tokens fill as well
+    assert of(24) == "set training.micro_batch_tokens = 4096, which saves about 8.8 GiB"
     assert of(18).startswith("set training.gradient_checkpointing = true, which saves about 16.")
     assert "train on 2 GPUs (torchrun --nproc-per-node=2)" in of(12, available=4)
     assert of(12).startswith(
@@ -648,7 +662,7 @@ def test_advice_for_a_cluster_is_more_trainers(large: Config) -> None:
     setting = Setting.of(config, num_gpus=hardware.num_gpus)
     assert str(advise(estimator_of(config, hardware), setting, limit=hardware.capacity)) == (
         "set training.micro_batch_tokens = 4096, training.gradient_checkpointing = true and "
-        "cluster.trainers = 4, which saves about 19.6 GiB"
+        "cluster.trainers = 4, which saves about 19.1 GiB"
     )
     direct = cluster.model_copy(update={"weight_transfer": "process_group"})
     config = large.model_copy(update={"cluster": direct})

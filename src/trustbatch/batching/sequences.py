@@ -100,7 +100,11 @@ def group_by_prompt(
     groups = []
     for indices in by_prompt.values():
         samples = [sequences[index] for index in indices]
-        pays = _sharing_pays(samples, copies_prompts)
+        pays = sharing_pays(
+            prompt=len(samples[0].prompt_token_ids),
+            lengths=[sequence.num_tokens for sequence in samples],
+            copies_prompts=copies_prompts,
+        )
         sizes = _split_sizes(samples, max_tokens) if pays else [1] * len(samples)
         start = 0
         for size in sizes:
@@ -111,12 +115,12 @@ def group_by_prompt(
     return sorted(groups, key=lambda group: -group.num_tokens)
 
 
-def _sharing_pays(samples: Sequence[TrainSequence], copies_prompts: bool) -> bool:
-    longest = max(sequence.num_tokens for sequence in samples)
-    if longest > MAX_SHARED_LENGTH and not copies_prompts:
+def sharing_pays(*, prompt: int, lengths: Sequence[int], copies_prompts: bool) -> bool:
+    """Return whether samples of these lengths share a prompt of `prompt` tokens."""
+    if max(lengths) > MAX_SHARED_LENGTH and not copies_prompts:
         return False
-    alone = sum(sequence.num_tokens for sequence in samples)
-    saved = (len(samples) - 1) * len(samples[0].prompt_token_ids)
+    alone = sum(lengths)
+    saved = (len(lengths) - 1) * prompt
     return alone - saved <= MAX_REMAINING_FRACTION * alone
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 
+from trustbatch.batching.sequences import sharing_pays
 from trustbatch.config import Config
 from trustbatch.plan.demand import (
     Bundles,
@@ -362,7 +363,7 @@ class Estimator:
     def _log_probs(self, tokens: int, setting: Setting) -> float:
         """Bytes of the head's backward pass: a slice of logits, and gradients of its inputs."""
         outline = self.outline
-        num_sampled = tokens * self.config.rollout.max_tokens / self.longest_sequence
+        num_sampled = tokens * self._sampled_fraction(tokens)
         logits = FLOAT32 * num_sampled * outline.vocabulary
         if not outline.has_plain_logits:
             return ALL_LOGIT_COPIES * logits
@@ -371,6 +372,17 @@ class Estimator:
         slices = min(logits, largest) * (1 + rounded)
         hidden = num_sampled * outline.width * (2 * FLOAT32 + BFLOAT16)
         return slices + hidden + self._head_gradient(setting)
+
+    def _sampled_fraction(self, tokens: int) -> float:
+        """Return the share of sampled tokens in a micro-batch, which shared prompts raise."""
+        rollout, prompt = self.config.rollout, self.prompt.num_tokens
+        lengths = [self.longest_sequence] * rollout.samples_per_prompt
+        is_shared = self.config.training.share_prompts and sharing_pays(
+            prompt=prompt, lengths=lengths, copies_prompts=self.hardware.is_gpu
+        )
+        fitting = (tokens - prompt) // rollout.max_tokens if is_shared else 1
+        sampled = min(max(fitting, 1), rollout.samples_per_prompt) * rollout.max_tokens
+        return sampled / (prompt + sampled)
 
     def _head_gradient(self, setting: Setting) -> float:
         """Bytes of a gradient of the head before it is accumulated or reduced."""
