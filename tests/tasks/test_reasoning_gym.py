@@ -60,6 +60,17 @@ def test_scores_are_those_of_the_package_with_partial_ones() -> None:
         assert 0.0 < task.grade(word, answered(word, almost)) < 1.0
 
 
+def test_without_tags_the_completion_is_the_answer() -> None:
+    options = {"datasets": ["chain_sum"], "system_prompt": "Answer with one number only."}
+    with closing(ReasoningGym(**options, answer_tags=False)) as task:
+        prompt = task.prompt(0)
+        assert task.grade(prompt, f" {prompt.answer}\n") == 1.0
+        # the package gives a part to a text that contains the answer: its share of the letters
+        text = f"It is {prompt.answer}"
+        assert task.grade(prompt, text) == pytest.approx(len(prompt.answer) / len(text))
+        assert task.grade(prompt, "x") == 0.0
+
+
 def test_the_grader_runs_in_a_process_and_refuses_another_problem() -> None:
     with closing(ReasoningGym(datasets=["chain_sum"])) as task:
         assert not getattr(task, "grades_in_process", False)
@@ -128,6 +139,7 @@ def test_it_can_be_a_part_of_a_mixture() -> None:
         ({"datasets": {"chain_sum": {"seed": 1}}}, "has no option 'seed'"),
         ({"datasets": {"chain_sum": {"min_terms": 9}}}, "can't be used .*max_terms must be"),
         ({"datasets": ["chain_sum"], "system_prompt": "defalt"}, r"did you mean 'default'\?"),
+        ({"datasets": ["chain_sum"], "answer_tags": False}, "asks for <answer> tags, which task"),
         ({"datasets": ["chain_sum"], "size": 0}, r"task\.size must be at least 1"),
         ({"datasets": ["chain_sum"], "generate_seconds": 0}, "generate_seconds must be above 0"),
         ({"datasets": ["chain_sum"], "curriculum": {}}, "reasoning_gym is endless"),

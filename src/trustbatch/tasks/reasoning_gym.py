@@ -47,6 +47,8 @@ class ReasoningGym:
     """names, or a table with a `weight` and the options of each"""
     system_prompt: str = "default"
     """says how to answer: the name of one of Reasoning Gym's, or a text"""
+    answer_tags: bool = True
+    """whether the answer stands between <answer> and </answer>; if not, it is the whole completion"""
     size: int | None = None
     """number of problems; default: no end"""
     generate_seconds: float = 60.0
@@ -64,6 +66,7 @@ class ReasoningGym:
             raise ValueError("task.size must be at least 1.")
         if not self.generate_seconds > 0:
             raise ValueError("task.generate_seconds must be above 0.")
+        _check_system_prompt(self.system_prompt, answer_tags=self.answer_tags)
         options = _checked(self.datasets)
         weights = {name: table.pop("weight", 1) for name, table in options.items()}
         rotation = Rotation(shares_of(weights, where="task.datasets"))
@@ -98,14 +101,15 @@ class ReasoningGym:
         )
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """Return Reasoning Gym's score of what is between the last <answer> and </answer>."""
+        """Return Reasoning Gym's score of what is between the last tags, or of the whole completion."""
         from reasoning_gym.utils import extract_answer
 
         dataset, number = prompt.details["dataset"], prompt.details["number"]
         data, entry = _entry(dataset, repr(self.options[dataset]), number)
         if entry["question"] != prompt.text:
             raise ValueError(f"{dataset} does not generate problem {number} a second time")
-        return float(data.score_answer(extract_answer(completion), entry))
+        answer = extract_answer(completion) if self.answer_tags else completion.strip()
+        return float(data.score_answer(answer, entry))
 
     def close(self) -> None:
         """End the process that generates problems."""
@@ -207,17 +211,29 @@ def _data(dataset: str, options: str, block: int) -> Any:
     return reasoning_gym.create_dataset(dataset, seed=block * BLOCK, size=BLOCK, **given)
 
 
-def _system(system_prompt: str) -> str:
-    """Return the text that a name stands for; a name has no spaces."""
+def _check_system_prompt(system_prompt: str, *, answer_tags: bool) -> None:
+    """Raise a sentence for an unknown name, which has no spaces, and for tags that no one asks for."""
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
-    if system_prompt in SYSTEM_PROMPTS or not system_prompt or " " in system_prompt.strip():
-        return SYSTEM_PROMPTS.get(system_prompt, system_prompt).strip()
-    raise ValueError(
-        f"task.system_prompt = {system_prompt!r} is not known"
-        f"{did_you_mean(system_prompt, SYSTEM_PROMPTS)}: choose one of "
-        f"{', '.join(SYSTEM_PROMPTS)}, or write a text."
-    )
+    if system_prompt in SYSTEM_PROMPTS:
+        if not answer_tags:
+            raise ValueError(
+                f"task.system_prompt = {system_prompt!r} asks for <answer> tags, which "
+                "task.answer_tags = false does not read: write a text of your own."
+            )
+    elif system_prompt and " " not in system_prompt.strip():
+        raise ValueError(
+            f"task.system_prompt = {system_prompt!r} is not known"
+            f"{did_you_mean(system_prompt, SYSTEM_PROMPTS)}: choose one of "
+            f"{', '.join(SYSTEM_PROMPTS)}, or write a text."
+        )
+
+
+def _system(system_prompt: str) -> str:
+    """Return the text that a name stands for, or the text itself."""
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    return SYSTEM_PROMPTS.get(system_prompt, system_prompt).strip()
 
 
 def _checked(datasets: Any) -> dict[str, dict[str, Any]]:
