@@ -48,7 +48,7 @@ class ReasoningGym:
     system_prompt: str = "default"
     """says how to answer: the name of one of Reasoning Gym's, or a text"""
     answer_tags: bool = True
-    """whether the answer stands between <answer> and </answer>; if not, it is the whole completion"""
+    """whether the answer stands between <answer> and </answer>, or is the whole completion"""
     size: int | None = None
     """number of problems; default: no end"""
     generate_seconds: float = 60.0
@@ -101,7 +101,7 @@ class ReasoningGym:
         )
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """Return Reasoning Gym's score of what is between the last tags, or of the whole completion."""
+        """Return Reasoning Gym's score of what is between the last tags, or of all of it."""
         from reasoning_gym.utils import extract_answer
 
         dataset, number = prompt.details["dataset"], prompt.details["number"]
@@ -212,7 +212,7 @@ def _data(dataset: str, options: str, block: int) -> Any:
 
 
 def _check_system_prompt(system_prompt: str, *, answer_tags: bool) -> None:
-    """Raise a sentence for an unknown name, which has no spaces, and for tags that no one asks for."""
+    """Raise a sentence for an unknown name, which has no spaces, and for tags nobody asks for."""
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if system_prompt in SYSTEM_PROMPTS:
