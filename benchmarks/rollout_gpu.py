@@ -7,9 +7,9 @@
 of the sampled tokens on; Qwen3-0.6B shape with random weights, or that of --shape. With --samples 8
 they are 64 prompts with 8 samples each. ENGINE@SHAPE:REQUESTS has a shape and a number of its own.
 Each engine runs in a process of its own and generates three times: the first includes warm-up, the
-best counts. With --together all engines of vLLM, whose start takes minutes, are started at once;
-each has the memory that its work needs, and they are timed one after the other. Results go to
-stdout, and one JSON line each as they come to benchmarks/results/rollout_gpu.jsonl.
+best counts. With --together all engines of vLLM, whose start takes minutes, are started at once and
+first of all; each has the memory that its work needs, and they are timed one after the other.
+Results go to stdout, and one JSON line each as they come to benchmarks/results/rollout_gpu.jsonl.
 
 -fp8 rounds weights and activations, -kv8 keys and values.
 
@@ -71,6 +71,11 @@ class Workload:
     samples: int
     prompt_tokens: int
     tokens: int
+
+    @property
+    def name(self) -> str:
+        """As --engines has it."""
+        return f"{self.engine}@{self.shape}:{self.prompts * self.samples}"
 
     @property
     def total(self) -> int:
@@ -271,33 +276,30 @@ class Worker:
 def measure(works: Sequence[Workload], *, together: bool) -> None:
     """Run each engine in its own process, and print ratios to the first of its shape."""
     RESULTS.parent.mkdir(exist_ok=True)
-    late = [work for work in works if together and work.engine.startswith("vllm")]
-    first: dict[str, float] = {}
-
-    def note(worker: Worker) -> None:
-        work, result = worker.work, worker.result()
-        name = f"{work.engine}@{work.shape}:{work.prompts * work.samples}"
-        if result is None:
-            print(f"{name}: failed with status {worker.process.returncode}", flush=True)
-            return
-        rate = work.total / min(result["seconds"])
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(asdict(work) | {"rate": rate, **result}) + "\n")
-        ratio = first.setdefault(work.shape, rate) / rate
-        print(
-            f"{name:22} {rate:9,.0f} tokens/s   {ratio:5.2f} times slower than the first of its "
-            f"shape   {result}",
-            flush=True,
-        )
-
-    for work in works:
-        if work not in late:
-            note(Worker(work))
-    waiting = [Worker(work) for work in late]
-    for worker in waiting:
+    # those of vLLM end before others start, so that these have the memory
+    early = [Worker(work) for work in works if together and work.engine.startswith("vllm")]
+    for worker in early:
         worker.wait_for("READY")
-    for worker in waiting:
-        note(worker)
+    rates = {worker.work: timed(worker) for worker in early}
+    rates |= {work: timed(Worker(work)) for work in works if work not in rates}
+    for shape in dict.fromkeys(work.shape for work in works):
+        of_shape = [(work, rate) for work in works if work.shape == shape and (rate := rates[work])]
+        for work, rate in of_shape:
+            ratio = of_shape[0][1] / rate
+            print(f"{work.name:22} {rate:9,.0f} tokens/s   {of_shape[0][0].name} / it {ratio:5.2f}")
+
+
+def timed(worker: Worker) -> float | None:
+    """Write what an engine found, and return its tokens per second; None if it failed."""
+    work, result = worker.work, worker.result()
+    if result is None:
+        print(f"{work.name}: failed with status {worker.process.returncode}", flush=True)
+        return None
+    rate = work.total / min(result["seconds"])
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(asdict(work) | {"rate": rate, **result}) + "\n")
+    print(f"{work.name:22} {rate:9,.0f} tokens/s   {result}", flush=True)
+    return rate
 
 
 def parse_engine(text: str, options: argparse.Namespace) -> Workload:
