@@ -4,21 +4,27 @@ import argparse
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trustbatch.api import train_config
 from trustbatch.cli import main
+from trustbatch.config import parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.studies.command import add_study_arguments, requested_study
 from trustbatch.studies.definitions import DEFINITIONS
 from trustbatch.studies.execute import execute
+from trustbatch.studies.folder import StudyFolder, write_failure
 from trustbatch.studies.jobs import Job, Records, training_jobs
 from trustbatch.studies.records import (
     append_record,
     key_of,
+    portable_evaluation,
     portable_tree,
     read_records,
     step_numbers,
@@ -36,12 +42,12 @@ def line(**changes: Any) -> dict[str, Any]:
     return found | {"steps": {"reward/mean": [0.5, 0.75]}, "commit": "abc"} | changes
 
 
-def jobs_of(words: list[str], file: Path, out: Path) -> list[Job]:
+def jobs_of(words: list[str], file: Path, out: Path, *, num_prompts: int = 16) -> list[Job]:
     parser = argparse.ArgumentParser()
     add_study_arguments(parser)
     study, scale = requested_study(parser.parse_args(words))
     assert scale.held_out is not None
-    held_out = replace(scale.held_out, num_prompts=16, num_samples=2)
+    held_out = replace(scale.held_out, num_prompts=num_prompts, num_samples=2)
     return training_jobs(
         study, out=out, models=out / "models", held_out=held_out, records=Records(file=file)
     )
@@ -72,6 +78,53 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert found["fresh", "pact", 1].held_out.interval == pytest.approx((0.054, 0.446))
 
 
+def test_a_line_that_is_being_written_is_no_run_yet_and_is_written_over(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    file.write_text(json.dumps(line()) + "\n" + json.dumps(line(seed=2))[:30])
+    assert list(read_records(file)) == [("fresh", "pact", 1)]
+    append_record(file, line(seed=3))
+    assert [seed for *_, seed in read_records(file)] == [1, 3]
+    assert len(file.read_text().splitlines()) == 2
+    # a whole line to which an editor gave no end
+    file.write_text(file.read_text().rstrip())
+    append_record(file, line(seed=4))
+    assert [seed for *_, seed in read_records(file)] == [1, 3, 4]
+
+
+def test_a_run_that_two_have_finished_is_recorded_once(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    for held_out in (0.25, 0.5):
+        append_record(file, line(held_out=held_out))
+    (record,) = read_records(file).values()
+    assert record.held_out.mean_reward == 0.25
+
+
+def test_many_processes_write_whole_lines(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from trustbatch.studies.records import append_record"
+        "\nprint(flush=True); input()  # all begin at once"
+        "\nfor seed in range(20): append_record(Path(sys.argv[1]), {'regime': 'fresh', 'arm':"
+        " sys.argv[2], 'seed': seed, 'held_out': 0.5, 'more': 'x' * 100_000})"
+    )
+    file, pipe = tmp_path / "runs.jsonl", subprocess.PIPE
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(file), arm], stdin=pipe, stdout=pipe, text=True
+        )
+        for arm in ("a", "a", "b")
+    ]
+    for writer in writers:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("\n")
+        writer.stdin.close()
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    found = read_records(file)
+    assert sorted(found) == [("fresh", arm, seed) for arm in ("a", "b") for seed in range(20)]
+
+
 @pytest.mark.parametrize(
     ("last", "said"),
     [
@@ -90,6 +143,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, last: str, said: str)
 
 def test_what_is_kept_of_the_steps() -> None:
     rows = [
+        {"step": 0, "evaluation/mean_reward": 0.5, "entropy": 9.0},  # before training
         {"step": 1, "entropy": 1.234567, "ledger/lag/one_minus_ess": 0.5, "time/train_seconds": 1},
         {"step": 2, "entropy": math.nan, "reward/mean": 1, "ledger/position/0-1/ratio_mean": 1.0},
     ]
@@ -106,12 +160,14 @@ def test_nothing_of_the_machine_is_in_a_record() -> None:
         "model": {"name": "/home/me/model", "precision": "float32"},
         "task": {"name": "gsm8k", "path": "/home/me/data"},
         "rollout": {"policies": [{"name": "other", "model": "/home/me/large", "share": 0.5}]},
+        "training": {"reference_model": "/home/me/reference"},
         "run": {"folder": "/home/me/runs"},
     }
     found = portable_tree(tree)
     assert "/home" not in json.dumps(found)
     assert found["rollout"]["policies"][0] == {"name": "other", "model": "large", "share": 0.5}
-    assert found["model"] == {"precision": "float32"}
+    assert found["model"] == {"name": "model", "precision": "float32"}
+    assert found["training"] == {"reference_model": "reference"}
     assert tree["model"]["name"] == "/home/me/model"
 
 
@@ -167,14 +223,119 @@ def test_a_run_that_diverges_counts_as_one_that_learned_nothing(
     assert "optimizer steps had no usable gradient" in record.error
 
 
-def test_a_record_of_another_configuration_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_ends_with_a_broken_model_counts_as_one_that_learned_nothing(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The only update is that of the last step, so it shows in the evaluation alone."""
+    broken = ["training.learning_rate=1e38", "training.warmup_fraction=0"]
+    words = [
+        *small(tiny_folder, "--arms", "fresh-grpo", "--steps", "1"),
+        *(word for setting in broken for word in ("--set", setting)),
+        *("--set", "training.mini_batches=1"),
+    ]
+    (job,) = jobs_of(words, tmp_path / "r.jsonl", tmp_path)
+    assert run(job) == "finished"
+    (record,) = read_records(tmp_path / "r.jsonl").values()
+    assert record.num_steps == 1
+    assert record.held_out.mean_reward == 0.0
+    assert record.error
+
+
+def test_a_run_that_failed_here_is_done_once_it_is_recorded(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "runs.jsonl"
+    (job,) = jobs_of(small(tiny_folder, "--arms", "fresh-grpo"), file, tmp_path)
+    write_failure(job.path, "The worker process was killed.", "")
+    assert not job.is_done
+    append_record(file, line(arm="grpo", seed=3))
+    assert job.is_done
+
+
+def test_a_checkpoint_of_another_start_is_not_gone_on_from(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    (job,) = jobs_of(small(tiny_folder, "--arms", "fresh-grpo"), tmp_path / "r.jsonl", tmp_path)
+    tree = job.details["tree"]
+    train_config(parse_config(tree | {"run": tree["run"] | {"keep_checkpoints": 1}}))
+    with pytest.raises(ConfigError, match="has checkpoints of a run without --records"):
+        run(job)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("--steps", "3"), r"training\.steps was 2, now 3\): choose another"),
+        (("--set", "model.lora.rank=4"), r"model\.lora.* was None, now "),
+        (("--set", "rollout.max_tokens=7"), r"rollout\.max_tokens was \d+, now 7"),
+        (("--set", "reward.truncated=leave_out"), r"reward\.truncated was grade, now leave_out"),
+        (("--model", "/elsewhere/other"), r"model\.name was .*, now other"),
+    ],
+)
+def test_a_record_of_another_configuration_is_refused(
+    tiny_folder: Path, tmp_path: Path, change: tuple[str, ...], said: str
+) -> None:
     file = tmp_path / "runs.jsonl"
     words = small(tiny_folder, "--arms", "fresh-grpo")
     (job,) = jobs_of(words, file, tmp_path)
-    append_record(file, line(arm="grpo", seed=3, config=portable_tree(job.details["tree"])))
+    append_record(file, line_of(job))
+    jobs_of(words, file, tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=said):
+        jobs_of([*words, *change], file, tmp_path)
+
+
+def line_of(job: Job) -> dict[str, Any]:
+    """What a finished run would add to the records."""
+    held_out = portable_evaluation(job.details["held_out"])
+    tree = portable_tree(job.details["tree"])
+    return line(arm="grpo", seed=3, config=tree, evaluation=held_out)
+
+
+def test_a_record_with_another_evaluation_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    words = small(tiny_folder, "--arms", "fresh-grpo")
+    append_record(file, line_of(*jobs_of(words, file, tmp_path)))
+    with pytest.raises(ConfigError, match=r"held_out\.num_prompts was 16, now 32"):
+        jobs_of(words, file, tmp_path, num_prompts=32)
+
+
+def test_a_record_without_configuration_is_compared_by_objective_and_steps(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "runs.jsonl"
+    words = small(tiny_folder, "--arms", "fresh-grpo")
+    append_record(file, line(arm="grpo", seed=3, objective={"name": "grpo"}))
     jobs_of(words, file, tmp_path)
-    with pytest.raises(ConfigError, match=r"training\.steps was 2, now 3\): choose another"):
+    with pytest.raises(ConfigError, match=r"training\.steps was 2, now 3"):
         jobs_of([*words, "--steps", "3"], file, tmp_path)
+    file.write_text(json.dumps(line(arm="grpo", seed=3, objective={"name": "dapo"})) + "\n")
+    with pytest.raises(ConfigError, match=r"objective\.name was dapo, now grpo"):
+        jobs_of(words, file, tmp_path)
+
+
+def test_a_page_of_records_and_a_run_share_a_folder(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both orders of the documented commands; the page leaves a study's own start alone."""
+    file, out = tmp_path / "runs.jsonl", tmp_path / "study"
+    file.touch()
+    words = ["study", *small(tiny_folder, "--arms", "fresh-grpo", "--records", str(file))]
+    page = ["study", "evidence", "--scale", "smoke", "--records", str(file), "--page-only"]
+    assert main([*page, "--out", str(out)]) == 0
+    assert len(read_study(out).arms) > 1
+    assert main([*words, "--out", str(out), "--minutes", "1"]) == 0
+    started = StudyFolder(out).read()
+    assert started is not None
+    assert started["state"] == "finished"
+    assert len(read_study(out).arms) == 1
+    assert main(["study", "evidence", "--out", str(out), *page[2:], "--arms", "fresh-grpo"]) != 0
+    said = capsys.readouterr().err
+    assert "has fresh--grpo--3 with another configuration (model.name was tiny, now" in said
+    assert main([*words, "--out", str(out), "--page-only"]) == 0
+    assert StudyFolder(out).read() == started
+    file.rename(tmp_path / "moved.jsonl")
+    with pytest.raises(ConfigError, match="where the study keeps its runs, does not exist"):
+        read_study(out)
 
 
 def test_a_page_shows_what_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +344,7 @@ def test_a_page_shows_what_is_recorded(tmp_path: Path, capsys: pytest.CaptureFix
         append_record(file, line(seed=seed, held_out=0.5 + 0.1 * seed))
         append_record(file, line(arm="grpo", seed=seed, held_out=0.0, failed="It <diverged>."))
     words = ["study", "evidence", "--scale", "gpu", "--records", str(file), "--out", str(out)]
-    assert main([*words, "--page-only"]) == 0
+    assert main([*words, "--steps", "2", "--page-only"]) == 0
     said = capsys.readouterr().out
     assert "on-policy rollouts: Not run: P3O, Decoupled, CISPO" in said
     results = read_study(out)
@@ -192,7 +353,11 @@ def test_a_page_shows_what_is_recorded(tmp_path: Path, capsys: pytest.CaptureFix
     assert [each.state for each in arms["fresh-pact"].runs][:2] == [RunState.FINISHED] * 2
     assert arms["fresh-pact"].runs[0].series("reward/mean") == ([1.0, 2.0], [0.5, 0.75])
     assert arms["fresh-pact"].runs[2].state is RunState.MISSING
-    assert "It &lt;diverged&gt;." in (out / "index.html").read_text()
+    html = (out / "index.html").read_text()
+    assert "It &lt;diverged&gt;." in html
+    assert "GRPO, on-policy rollouts, seed 1 diverged" in html
+    assert "finished, diverged at 2" in html
+    assert "unreadable" not in html
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,8 @@ def study_command(options: argparse.Namespace, words: Sequence[str]) -> int:
     models = Path(options.models or out.parent / "models")
     study, scale = requested_study(options)
     if options.page_only:
+        # what was recorded must be of this study, as where it is continued
+        _jobs(options, study, scale, out=out, models=models)
         return _page_of_records(console, study, scale, options, out=out, words=words)
     if options.dry_run:
         from trustbatch.studies.dry_run import show_plan
@@ -203,6 +205,10 @@ def _run(
     folder = StudyFolder(out)
     lock = folder.lock()
     about = _about(options, scale, words)
+    if options.records is not None:
+        file = Path(options.records)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()  # one that is missing later is a mistake
     try:
         folder.write(study, about=about, state="running")
         tally = run_jobs(
@@ -259,13 +265,18 @@ def _page_of_records(
     out: Path,
     words: Sequence[str],
 ) -> int:
-    """Write the page of the recorded runs, where nothing was run on this machine."""
-    from trustbatch.studies.folder import StudyFolder
+    """Write the page of recorded runs, also where nothing was run on this machine."""
+    from trustbatch.studies.folder import PAGE_ONLY, StudyFolder
 
     folder = StudyFolder(out)
     folder.lock()
     try:
-        folder.write(study, about=_about(options, scale, words), state="unfinished")
+        about = _about(options, scale, words)
+        tree = folder.read() or {"state": PAGE_ONLY}
+        if tree["state"] == PAGE_ONLY:
+            folder.write(study, about=about, state=PAGE_ONLY)
+        elif tree.get("records") != about["records"]:
+            raise ConfigError(f"{out} holds a study with other records: choose another --out.")
     finally:
         folder.unlock()
     return _write_page(console, out)

@@ -25,7 +25,12 @@ from trustbatch.models.policy import Policy
 from trustbatch.observe.run_folder import describe_environment, read_metrics
 from trustbatch.studies.folder import EVALUATION_FILE
 from trustbatch.studies.jobs import Job, Outcome
-from trustbatch.studies.records import append_record, portable_tree, step_numbers
+from trustbatch.studies.records import (
+    append_record,
+    portable_evaluation,
+    portable_tree,
+    step_numbers,
+)
 from trustbatch.studies.tiny_models import make_tiny_model
 from trustbatch.tasks import build_task
 from trustbatch.utils.files import write_atomically
@@ -74,14 +79,14 @@ def train_and_record(
     session.is_asked_to_stop = is_asked_to_stop
     found: dict[str, Any] = {}
     with contextlib.closing(session):
+        if session.state.step > 0:
+            raise ConfigError(
+                f"{job.path} has checkpoints of a run without --records: choose another --out."
+            )
         if record["before"]:
             found["held_out_before"] = mean_held_out(session.policy, held_out).mean_reward
         try:
             train_session(session)
-        except DivergedError as error:
-            # a failure of the objective, not of the machine: it counts as dead
-            found |= {"held_out": 0.0, "failed": str(error)}
-        else:
             if session.state.step < config.training.steps:
                 return "stopped"
             session.engine.sleep()
@@ -92,6 +97,9 @@ def train_and_record(
                 "prompts": result.num_prompts,
                 "samples": result.num_samples,
             }
+        except DivergedError as error:
+            # a failure of the objective, not of the machine: it counts as dead
+            found |= {"held_out": 0.0, "failed": str(error)}
     regime, arm, seed = record["key"]
     environment = describe_environment()
     append_record(
@@ -102,6 +110,7 @@ def train_and_record(
             "arm": arm,
             "seed": seed,
             "config": portable_tree(job.details["tree"]),
+            "evaluation": portable_evaluation(held_out),
             **found,
             "steps": step_numbers(read_metrics(job.path)),
             "seconds": round(time.monotonic() - started, 1),

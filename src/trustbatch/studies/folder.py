@@ -24,6 +24,8 @@ RUNS = "runs"
 EVALUATIONS = "evaluations"
 FAILURE_FILE = "failure.json"
 EVALUATION_FILE = "evaluation.json"
+PAGE_ONLY = "page only"
+"""state of a study of which nothing was run here: the next start takes its place"""
 SECONDS_FOR_ORPHANS = 10.0
 """in which workers of a killed study end; they hold its lock until then"""
 
@@ -69,7 +71,7 @@ class StudyFolder:
         before = self.read()
         arms = {arm.name: arm for arm in study.arms}
         seeds = set(study.seeds)
-        if before is not None:
+        if before is not None and before["state"] != PAGE_ONLY:
             self._refuse_other(study, before)
             seeds |= set(before["seeds"])
             for tree in before["arms"]:

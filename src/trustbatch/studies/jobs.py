@@ -56,14 +56,14 @@ class Job:
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to do; False after a failure, even at the very end."""
+        if self.record is not None:  # it may have been run elsewhere after it failed here
+            return tuple(self.record["key"]) in read_records(Path(self.record["file"]))
         if self.has_failed:
             return False
         if self.kind == "make_model":
             return self.path.is_dir()
         if self.kind == "benchmark":
             return (self.path / "results.json").is_file()
-        if self.record is not None:
-            return tuple(self.record["key"]) in read_records(Path(self.record["file"]))
         if self.details["held_out"] is not None:
             return self.is_trained and (self.path / EVALUATION_FILE).is_file()
         return self.is_trained
@@ -118,16 +118,17 @@ def training_jobs(
             except ConfigError as error:
                 raise ConfigError(f"The arm {arm.name!r} is invalid: {error}") from error
             name = run_name(arm.name, seed)
-            record = None
-            if records is not None:
-                key = key_of(arm, seed)
-                if key in known:
-                    refuse_other_configuration(known[key], tree, records.file)
-                set_key(tree, "run.keep_checkpoints", 0)
-                record = {**asdict(records), "file": str(records.file), "key": key}
             evaluation = None
             if held_out is not None:
                 evaluation = {**asdict(held_out), "max_tokens": config.rollout.max_tokens}
+            record = None
+            if records is not None:
+                assert evaluation is not None, "a record is a held-out reward"
+                key = key_of(arm, seed)
+                if key in known:
+                    refuse_other_configuration(known[key], tree, evaluation, records.file)
+                set_key(tree, "run.keep_checkpoints", 0)
+                record = {**asdict(records), "file": str(records.file), "key": key}
             runs.append(
                 Job(
                     kind="train",

@@ -241,6 +241,8 @@ def _chip(run: StudyRun) -> str:
     if run.state in (RunState.UNFINISHED, RunState.FAILED):
         planned = DASH if run.steps_planned is None else f"{run.steps_planned:,}"
         shown += f", {run.steps_done:,} of {planned} steps"
+    elif run.diverged:
+        shown += f", diverged at {run.steps_done:,}"
     elif run.collapse_step is not None:
         shown += f", collapsed at {run.collapse_step:,}"
     return f'<span class="chip {run.state.value}">{text(shown)}</span>'
@@ -250,7 +252,9 @@ def _failure(run: StudyRun) -> str:
     problems = "".join(f'<p class="error">{text(problem)}</p>' for problem in run.problems)
     error = f'<p class="error">{text(run.error)}</p>' if run.error else ""
     trace = f"<pre>{text(run.traceback)}</pre>" if run.traceback else ""
-    word = "failed" if run.state is RunState.FAILED else "has unreadable files"
+    word = "diverged" if run.diverged else "has unreadable files"
+    if run.state is RunState.FAILED:
+        word = "failed"
     return (
         f"<details open><summary><span>{text(run.arm.label)}, seed {run.seed} {word}</span>"
         "</summary>"

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,12 @@ KEPT = (
 KEPT_PREFIX = "ledger/"
 LEFT_OUT = ("ledger/position/", "ledger/probability/")
 """a hundred numbers a ledger"""
-MACHINE_KEYS = ("run", "model.name", "task.path")
+MACHINE_KEYS = ("run", "task.path")
 """what a run has from the machine and not from the study"""
+MODELS = ("model.name", "training.reference_model")
+"""of which only the last part is kept: each machine has its own folder for them"""
 NAMES = {"model": {"name": "any"}, "task": {"name": "arithmetic"}}
 """without which there is no configuration"""
-COMPARED = ("objective.", "rollout.", "training.")
 DIGITS = 5
 
 
@@ -75,17 +77,29 @@ class RunRecord:
         """Why it diverged; empty if it did not."""
         return self.line.get("failed", "")
 
+    @property
+    def steps(self) -> Mapping[str, Sequence[float | None]]:
+        """What is kept of every step."""
+        return self.line.get("steps", {})
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps taken."""
+        return max(map(len, self.steps.values()), default=0)
+
     def run(self, name: str) -> Run:
         """Return what a run folder would hold of it."""
-        steps: Mapping[str, Sequence[float | None]] = self.line.get("steps", {})
-        count = max(map(len, steps.values()), default=0)
         rows = [
             {"step": place + 1}
-            | {key: values[place] for key, values in steps.items() if values[place] is not None}
-            for place in range(count)
+            | {
+                key: values[place]
+                for key, values in self.steps.items()
+                if values[place] is not None
+            }
+            for place in range(self.num_steps)
         ]
         config = dict(self.line.get("config", {}))
-        config["training"] = {"steps": count} | dict(config.get("training", {}))
+        config["training"] = {"steps": self.num_steps} | dict(config.get("training", {}))
         return Run(
             name=name,
             rows=rows,
@@ -105,8 +119,17 @@ def read_records(file: Path) -> dict[Key, RunRecord]:
     """Return the records of a file by key; none if it does not exist."""
     if not file.exists():
         return {}
+    state = file.stat()
+    return dict(_read(file, state.st_mtime_ns, state.st_size))
+
+
+@lru_cache(maxsize=1)
+def _read(file: Path, _modified: int, _size: int) -> dict[Key, RunRecord]:
+    """Read a file once for all jobs that ask whether they are in it."""
     found: dict[Key, RunRecord] = {}
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+        if not text.endswith(b"\n") and not _is_json(text):
+            continue  # another process is writing the last line, or was killed at it
         try:
             record = RunRecord(json.loads(text))
             has_value = math.isfinite(record.held_out.mean_reward)
@@ -123,17 +146,33 @@ def read_records(file: Path) -> dict[Key, RunRecord]:
 
 
 def append_record(file: Path, line: Mapping[str, Any]) -> None:
-    """Add a finished run; several processes may do so."""
+    """Add a finished run if it is not there yet; several processes may do so."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as out:
+    with file.open("a+b") as out:
         fcntl.flock(out, fcntl.LOCK_EX)
-        out.write(json.dumps(line) + "\n")
+        if RunRecord(line).key in read_records(file):
+            return  # two machines or processes ran it: the first stays
+        out.seek(0)
+        end = out.read().rpartition(b"\n")[2]
+        if end and not _is_json(end):  # a process was killed while it wrote
+            out.truncate(out.tell() - len(end))
+            end = b""
+        out.write((b"\n" if end else b"") + json.dumps(line).encode() + b"\n")
         out.flush()
         os.fsync(out.fileno())
 
 
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def step_numbers(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
     """Return what is kept of every step; None where a step has no such number."""
+    rows = [row for row in rows if row["step"] > 0]  # an evaluation before training has a row
     names = dict.fromkeys(
         key
         for row in rows
@@ -149,39 +188,69 @@ def _rounded(value: float | None) -> float | None:
 
 
 def portable_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's configuration without what belongs to the machine: folders and their names."""
+    """Return a run's configuration without what belongs to the machine, such as folders."""
     kept = json.loads(json.dumps({key: value for key, value in tree.items() if key != "seed"}))
     for key in MACHINE_KEYS:
-        *tables, last = key.split(".")
-        node = kept
-        for table in tables:
-            node = node.get(table, {})
+        node, last = _table_of(kept, key)
         node.pop(last, None)
-    for policy in kept.get("rollout", {}).get("policies", ()):
-        policy["model"] = Path(policy["model"]).name
+    named = [_table_of(kept, key) for key in MODELS]
+    named += [(policy, "model") for policy in kept.get("rollout", {}).get("policies", ())]
+    for node, last in named:
+        if node.get(last) is not None:
+            node[last] = Path(node[last]).name
     return kept
 
 
-def refuse_other_configuration(record: RunRecord, tree: Mapping[str, Any], file: Path) -> None:
+def portable_evaluation(held_out: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the held-out reward is measured on, without the file's folder."""
+    task = {key: value for key, value in held_out["task"].items() if key != "path"}
+    return {**held_out, "task": task}
+
+
+def _table_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the table that has a dotted key, and the key's last part."""
+    *tables, last = key.split(".")
+    for table in tables:
+        tree = tree.get(table, {})
+    return tree, last
+
+
+def refuse_other_configuration(
+    record: RunRecord, tree: Mapping[str, Any], held_out: Mapping[str, Any], file: Path
+) -> None:
     """Refuse a record that counts as a run of this study, but was made with other settings."""
-    recorded = record.line.get("config")
-    if recorded is None:
-        return
-    then, now = _compared(recorded), _compared(portable_tree(tree))
-    changed = [key for key in now if then.get(key) != now[key]]
+    then, now = _comparable(record, tree, held_out)
+    changed = [key for key in {**now, **then} if then.get(key) != now.get(key)]
     if changed:
         key, name = changed[0], "--".join(map(str, record.key))
         raise ConfigError(
             f"{file} has {name} with another configuration ({key} was {then.get(key)}, now "
-            f"{now[key]}): choose another --records."
+            f"{now.get(key)}): choose another --records."
         )
 
 
-def _compared(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the resolved keys that make a run what it is."""
-    tables = {key: tree[key] for key in ("objective", "rollout", "training") if key in tree}
-    tables = {**NAMES, **json.loads(json.dumps(tables))}
-    for policy in tables.get("rollout", {}).get("policies", ()):
-        policy["model"] = "other"  # its folder may have another name on each machine
-    resolved = flatten(parse_config(tables).to_dict())
-    return {key: value for key, value in resolved.items() if key.startswith(COMPARED)}
+def _comparable(
+    record: RunRecord, tree: Mapping[str, Any], held_out: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what can be compared of a record, and of the study."""
+    line, now = record.line, portable_tree(tree)
+    # the oldest records have no configuration, those after them three of its tables
+    recorded = line.get("config") or {"objective": line.get("objective", now["objective"])}
+    tables = recorded.keys() | now.keys() if "evaluation" in line else recorded.keys()
+    then, found = (
+        _resolved({table: each.get(table, {}) for table in sorted(tables)})
+        for each in (recorded, now)
+    )
+    if "config" not in line and not record.error:
+        then["training.steps"] = record.num_steps
+        found["training.steps"] = parse_config({**NAMES, **now}).training.steps
+    if "evaluation" in line:
+        then |= flatten({"held_out": line["evaluation"]})
+        found |= flatten({"held_out": portable_evaluation(held_out)})
+    return then, found
+
+
+def _resolved(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every key of these tables, with its default where it is not set."""
+    resolved = flatten(parse_config({**NAMES, **tables}).to_dict())
+    return {key: value for key, value in resolved.items() if key.split(".")[0] in tables}

@@ -31,7 +31,7 @@ from trustbatch.studies.folder import (
     arm_of,
     run_name,
 )
-from trustbatch.studies.records import RunRecord, key_of, read_records
+from trustbatch.studies.records import Key, RunRecord, key_of, read_records
 from trustbatch.studies.study import Arm
 
 REWARD = "reward/mean"
@@ -102,6 +102,11 @@ class StudyRun:
         if self.run:
             return self.run.environment
         return self.evaluation.environment if self.evaluation else {}
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its record says that it could not be trained to its end."""
+        return self.state is RunState.FINISHED and bool(self.error)
 
     @property
     def has_all_steps(self) -> bool:
@@ -339,7 +344,7 @@ def read_study(folder: Path) -> StudyResults:
         arms = [arm_of(each) for each in tree["arms"]]
         seeds = tuple(int(seed) for seed in tree["seeds"])
         is_evaluated = tree.get("held_out") is not None
-        records = read_records(Path(tree["records"])) if tree.get("records") else {}
+        records = _records_of(tree)
         labels = regime_labels(arms)
         return StudyResults(
             folder=folder,
@@ -368,10 +373,21 @@ def read_study(folder: Path) -> StudyResults:
                 for arm in arms
             ),
         )
+    except ConfigError:  # of the records
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{folder / STUDY_FILE} can't be read ({error!r}): start the study again to rewrite it."
         ) from error
+
+
+def _records_of(tree: Mapping[str, Any]) -> dict[Key, RunRecord]:
+    if not tree.get("records"):
+        return {}
+    file = Path(tree["records"])
+    if not file.is_file():
+        raise ConfigError(f"{file}, where the study keeps its runs, does not exist: restore it.")
+    return read_records(file)
 
 
 def _of_record(arm: Arm, seed: int, record: RunRecord) -> StudyRun:
