@@ -127,8 +127,8 @@ def train_config(
 
     Under torchrun every process calls this, and they train together. `is_asked_to_stop` is called
     after each step, or once a second where trainers are other processes: when it says so, the run
-    ends after the step in progress with a checkpoint, and another call goes on from it. Under
-    torchrun rank 0 decides.
+    ends after the step in progress, with a checkpoint if it keeps any, from which another call goes
+    on. Under torchrun rank 0 decides.
     """
     if config.cluster is not None:
         from trustbatch.cluster.driver import train_on_cluster

@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except KeyboardInterrupt:
-        again = " The same command continues from the last checkpoint." if "train" in words else ""
+        again = " The same command continues from the last checkpoint, if there is one."
+        again = again if "train" in words else ""
         Console(stderr=True).print(f"\nStopped.{again}")
         return 130
     except _errors_of_the_machine() as error:

@@ -17,12 +17,14 @@ from trustbatch import api
 from trustbatch.advantages import ADVANTAGES
 from trustbatch.build import session as session_module
 from trustbatch.build.session import build_session
+from trustbatch.checkpoints.load import optimizer_state_of
 from trustbatch.config import Config, parse_config
 from trustbatch.config.objective import AdvantageConfig
 from trustbatch.errors import CheckpointError, ConfigError, DivergedError, RewardError
 from trustbatch.rollout import sampling
 from trustbatch.training.logprobs import EntropyUse, _entropy
 from trustbatch.training.optimizer import build_optimizer, learning_rate_factor
+from trustbatch.training.trainer import Trainer
 from trustbatch.types import Prompt
 from trustbatch.utils.worker_pool import WorkerPool
 
@@ -75,6 +77,34 @@ def test_training_settings_reach_the_trainer(tiny_folder: Path, tmp_path: Path) 
     assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.3)
     assert session.engine.max_sequences == 7  # type: ignore[attr-defined]
     session.run.close()
+
+
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}}])
+def test_moments_exist_before_the_engines(
+    model: dict[str, Any], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU they would otherwise lie in the middle of what a rollout needs."""
+    trainers: list[Trainer] = []
+    found: list[list[str]] = []
+    build_trainer, open_engines = session_module.build_trainer, session_module.open_engines
+
+    def building(*args: Any) -> Trainer:
+        trainers.append(build_trainer(*args))
+        return trainers[-1]
+
+    def opening(*args: Any, **kwargs: Any) -> Any:
+        found.append(list(optimizer_state_of(trainers[-1])))
+        return open_engines(*args, **kwargs)
+
+    monkeypatch.setattr(session_module, "build_trainer", building)
+    monkeypatch.setattr(session_module, "open_engines", opening)
+    session = build_session(config_of(tiny_folder, tmp_path, model=model))
+    names = [name for name, _ in session.policy.trained_parameters()]
+    assert found == [
+        [f"{key}/{name}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")]
+    ]
+    assert not any(bool(each.any()) for each in optimizer_state_of(session.trainer).values())
+    session.close()
 
 
 def test_the_schedule_reaches_the_optimizer(tiny_folder: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from trustbatch.cli import main
 from trustbatch.errors import CheckpointError
 from trustbatch.models.tiny import build_tokenizer
 from trustbatch.observe.run_folder import read_metrics
+from trustbatch.training.optimizer import create_moments
 
 NO_GROUP = 0
 
@@ -144,6 +145,31 @@ def test_what_is_not_trained_has_no_optimizer_state(tiny_folder: Path, tmp_path:
     assert_same(ranks.whole_state(again), ranks.whole_state(trainer))
 
 
+LATE = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_what_never_had_a_gradient_may_lack_optimizer_state(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """AdamW itself creates it with the first gradient; a run creates all of it before."""
+    trainer = ranks.make_trainer(tiny_folder)
+    late = trainer.policy.model.get_parameter(LATE).requires_grad_(False)
+    checkpoint = save(tmp_path, trainer, 1)
+    late.requires_grad_(True)
+    stored = ranks.whole_state(trainer)
+    again = ranks.make_trainer(tiny_folder)
+    create_moments(again.optimizer)
+    restore(checkpoint, again)
+    state = ranks.whole_state(again)
+    added = {f"{key}/{LATE}" for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert state.keys() - stored.keys() == added
+    assert not any(bool(state[name].any()) for name in added)
+    assert_same({name: state[name] for name in stored}, stored)
+    for each in (trainer, again):
+        ranks.take_step(each, 2)
+    assert_same(ranks.whole_state(again), ranks.whole_state(trainer))
+
+
 def test_quantized_optimizer_states_come_back(tiny_folder: Path, tmp_path: Path) -> None:
     optim = pytest.importorskip("torchao.optim")
     first, again = (ranks.make_trainer(tiny_folder) for _ in range(2))
@@ -173,6 +199,18 @@ def test_the_state_of_another_optimizer_gives_a_sentence(
     other.optimizer = torch.optim.Adagrad(other.policy.model.parameters())  # type: ignore[assignment]
     with pytest.raises(CheckpointError, match=r"step-1 can't be read .*of another optimizer"):
         restore(checkpoint, other)
+
+
+def test_half_of_the_state_of_a_parameter_gives_a_sentence(
+    trainer: ranks.Trainer, tiny_folder: Path, tmp_path: Path
+) -> None:
+    ranks.take_step(trainer, 1)
+    del trainer.optimizer.state[trainer.policy.model.get_parameter(LATE)]["exp_avg_sq"]
+    checkpointer = Checkpointer(tmp_path, trainer, keep=1)
+    checkpointer.save(LoopState(step=1))
+    checkpointer.finish()
+    with pytest.raises(CheckpointError, match=r"step-1 can't be read .*of another optimizer"):
+        restore(tmp_path / "step-1", ranks.make_trainer(tiny_folder))
 
 
 def test_as_many_as_asked_for_are_kept(trainer: ranks.Trainer, tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def limited() -> Iterator[None]:
 
 
 def test_offload_gives_the_same_weights(policy: Policy) -> None:
-    sequences = sample_sequences(policy)
+    # short ones that share no prompt: a GPU adds up gradients of shared prompts, and of attention
+    # over several blocks of keys, by atomic additions in no fixed order
+    sequences = sample_sequences(policy)[1::5]
     other = copy.deepcopy(policy)
     train(policy, sequences, num_steps=3, gradient_checkpointing=True)
     moved = train(

@@ -26,6 +26,7 @@ from trustbatch.checkpoints.save import Checkpointer
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import build_objective
 from trustbatch.training.config import TrainingConfig
+from trustbatch.training.optimizer import create_moments
 from trustbatch.training.trainer import Trainer
 
 START_SECONDS = 120
@@ -131,6 +132,7 @@ def train_and_save(model: Path, folder: Path) -> None:
 def load_and_go_on(model: Path, folder: Path, output: Path) -> None:
     """Load the checkpoint of `train_and_save` and take the last two steps again."""
     trainer = make_trainer(model)
+    create_moments(trainer.optimizer)  # as a run does; `train_and_save` leaves it to AdamW
     checkpoint = newest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
     assert restore(checkpoint, trainer).step == 2
@@ -139,6 +141,30 @@ def load_and_go_on(model: Path, folder: Path, output: Path) -> None:
     for step in (3, 4):
         take_step(trainer, step)
     write_state(trainer, output / "state-4.safetensors")
+
+
+def compare_moments(model: Path) -> None:
+    """Compare the moments that a run creates with those that AdamW's first step creates."""
+    own, of_torch = make_trainer(model), make_trainer(model)
+    create_moments(own.optimizer)
+    for _, parameter in of_torch.policy.trained_parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    of_torch.optimizer.step()
+    found, expected = optimizer_state_of(own), optimizer_state_of(of_torch)
+    assert list(found) == list(expected)
+    assert {name.partition("/")[0] for name in found} == {"step", "exp_avg", "exp_avg_sq"}
+    for name, tensor in found.items():
+        other = expected[name]
+        assert type(tensor) is type(other), name
+        if isinstance(tensor, DTensor) and isinstance(other, DTensor):
+            assert (tensor.placements, tensor.shape) == (other.placements, other.shape), name
+            tensor, other = tensor.to_local(), other.to_local()
+        assert (tensor.dtype, tensor.device) == (other.dtype, other.device), name
+        assert (tensor.stride(), tensor.requires_grad) == (other.stride(), False), name
+        if name.startswith("step/"):
+            other = other - 1  # it has taken one
+        assert torch.equal(tensor, other), name
+        assert not tensor.any(), name
 
 
 def save_for_ever(model: Path, folder: Path) -> None:

@@ -84,6 +84,7 @@ def test_a_second_interrupt_ends_at_once(tiny_folder: Path, tmp_path: Path) -> N
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
+    assert "The same command continues from the last checkpoint, if there is one." in errors
     assert not list((run / "checkpoints").glob("step-*"))
 
 
@@ -108,6 +109,31 @@ def slow_train(file: str) -> int:
 
     Trainer.train = slow
     return main(["train", file])
+
+
+def test_a_run_that_keeps_no_checkpoint_ends_after_its_step_and_starts_over(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keeps_none = {"folder": str(tmp_path), "keep_checkpoints": 0}
+    file = str(config_file(tiny_folder, tmp_path, run=keeps_none))
+    train, count = Trainer.train, iter(range(100))
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if next(count) % 3 == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train(*args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train", interrupted)
+    run = tmp_path / "run"
+    for _ in range(2):
+        assert main(["train", file]) == 128 + signal.SIGTERM
+        assert "Stopped after step 3: the same command starts over." in capsys.readouterr().out
+        assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
+        assert json.loads((run / "status.json").read_text())["state"] == "stopped"
+        assert not list((run / "checkpoints").glob("step-*"))
 
 
 def test_a_signal_before_the_first_step_interrupts(capfd: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ from trustbatch.rollout.engine import Engines
 from trustbatch.rollout.registry import engine_info
 from trustbatch.tasks import LearningTask, Task, without_overlap
 from trustbatch.training.canary import NUM_PROMPTS, Canary, CanaryRecorder
+from trustbatch.training.optimizer import create_moments
 from trustbatch.training.trainer import Trainer
 from trustbatch.types import SamplingParams
 from trustbatch.utils.cuda_memory import enable_expandable_segments
@@ -88,6 +89,7 @@ def _build(config: Config, task: Task, suite: list[EvaluatedTask], own_scorer: S
     fingerprints = fingerprint_prompts(files, task)
     refuse_changed_prompts(config, checkpoint, fingerprints, _say)
     trainer = build_trainer(config, policy)
+    create_moments(trainer.optimizer)  # before the engines take memory
     state = restore(checkpoint, trainer) if checkpoint else LoopState()
     workers = _start_workers(config, task, policy, replica, own_scorer, version=state.step)
     try:

@@ -148,7 +148,7 @@ def frozen_sum(policy: Policy) -> float:
 
 
 def optimizer_state_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors as KEY/NAME; untrained parameters have none."""
+    """Return the optimizer's tensors as KEY/NAME; frozen parameters have none."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainer.policy.model.named_parameters():
         for key, value in trainer.optimizer.state.get(parameter, {}).items():
@@ -208,28 +208,37 @@ def _refuse_other_base(checkpoint: Path, expected: float, policy: Policy) -> Non
 
 
 def _restore_optimizer(trainer: Trainer, stored: Mapping[str, StoredTensor], folder: Path) -> None:
-    """Let the optimizer create its state, then fill it."""
-    keys = [name.removeprefix(OPTIMIZER) for name in stored if name.startswith(OPTIMIZER)]
-    with_state = {key.partition("/")[2] for key in keys}
+    """Let the optimizer create the state that it lacks, then fill it.
+
+    A parameter that never had a gradient may have none in the checkpoint: it stays as it is new.
+    """
+    keys = {name.removeprefix(OPTIMIZER) for name in stored if name.startswith(OPTIMIZER)}
+    with_state = {_parameter_of(key) for key in keys}
     trainer.optimizer.zero_grad(set_to_none=True)
     parameters = dict(trainer.policy.model.named_parameters())
     for name, parameter in parameters.items():
-        if name in with_state:
+        if name in with_state and not trainer.optimizer.state.get(parameter):
             parameter.grad = torch.zeros_like(parameter)
     trainer.optimizer.step()
     trainer.optimizer.zero_grad(set_to_none=True)
-    targets = optimizer_state_of(trainer)
-    if targets.keys() != set(keys):
+    state = optimizer_state_of(trainer)
+    targets = {key: each for key, each in state.items() if _parameter_of(key) in with_state}
+    if targets.keys() != keys:
         raise ValueError("it holds the state of another optimizer")
     # quantized states are stored de-quantized, in the shape of the parameter
     quantized = {key: target for key, target in targets.items() if not is_plain(target)}
     numbers = {
-        key: torch.empty_like(parameters[key.partition("/")[2]], requires_grad=False)
+        key: torch.empty_like(parameters[_parameter_of(key)], requires_grad=False)
         for key in quantized
     }
     read_into(_with_prefix(OPTIMIZER, targets | numbers), folder)
     for key, target in quantized.items():
         target.copy_(numbers[key])
+
+
+def _parameter_of(key: str) -> str:
+    """Return the name of the parameter that a tensor KEY/NAME of the optimizer belongs to."""
+    return key.partition("/")[2]
 
 
 def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

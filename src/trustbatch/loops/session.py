@@ -38,7 +38,7 @@ class Session:
     state: LoopState
     sampling: SamplingParams
     is_asked_to_stop: Callable[[], bool] = lambda: False
-    """called after each step: whether the run shall end there, with a checkpoint to resume from"""
+    """called after each step: whether the run shall end there, with a checkpoint if it keeps any"""
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Return the advantages [groups, samples] of rewards, as [advantage] says."""

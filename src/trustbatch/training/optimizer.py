@@ -35,18 +35,19 @@ def build_optimizer(
         return library.AdamW8bit(parameters, **settings)
     if offload:
         return HostAdamW(parameters, fused=True, **settings)
-    optimizer = torch.optim.AdamW(parameters, fused=True, **settings)
-    _create_moments(optimizer, parameters)
-    return optimizer
+    return torch.optim.AdamW(parameters, fused=True, **settings)
 
 
-def _create_moments(optimizer: torch.optim.AdamW, parameters: Iterable[Parameter]) -> None:
-    """Create what the first step would create, while nothing else is in memory.
+def create_moments(optimizer: Optimizer) -> None:
+    """Create what the first step of a run would create, while nothing else is in memory.
 
     In the middle of a GPU's memory the moments would split what is free, and the keys and values of
-    a rollout would not fit where activations were.
+    a rollout would not fit where activations were. Those in 8 bits are a quarter as large, and
+    those in host memory split nothing: the first step creates them.
     """
-    for parameter in parameters:
+    if type(optimizer) is not torch.optim.AdamW:
+        return
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),

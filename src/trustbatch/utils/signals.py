@@ -1,4 +1,4 @@
-"""Stopping on a signal: Ctrl-C and SIGTERM end a run after its step, in order."""
+"""Stopping on Ctrl-C or SIGTERM: after the step in progress, and at once on a second signal."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ class StopSignals:
     """While it is entered, the first signal asks a run to stop, and the second ends it at once.
 
     `is_asked` is the run's `is_asked_to_stop`, which it calls after each step. Before it was called
-    for the first time there is nothing to save, so the first signal ends the process at once.
+    for the first time there is no step to keep, so the first signal ends the process at once.
     """
 
     def __init__(self) -> None:
