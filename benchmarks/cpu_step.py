@@ -27,15 +27,13 @@ from typing import Any
 import torch
 from cpu_step_model import make_checkpoint
 from session_loop import train_session
-from step_workload import SEED, even_share
+from step_workload import SEED, SUMS_LEVEL, GradedSums, even_share
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from trustbatch.build.session import build_session
 from trustbatch.config import parse_config
 from trustbatch.observe.progress import Progress
-from trustbatch.tasks.arithmetic import Arithmetic
-from trustbatch.types import Prompt
 
 FRAMEWORKS = ("trustbatch", "trl")
 SIZES = ("tiny", "small")
@@ -45,8 +43,6 @@ PACKAGES = ("trustbatch", "trl", "torch", "transformers", "accelerate", "tokeniz
 RESULT_FILE = Path(__file__).parent / "results" / "cpu_step.json"
 
 WARM_UP_STEPS = 2
-LEVEL = 2
-"""of the arithmetic task: every prompt has the six characters of "12+34=", so none is padded"""
 PROMPT_TOKENS = 6
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, GRADIENT_CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0
@@ -77,27 +73,6 @@ class Workload:
         The one after is left out because a run's last step also saves a checkpoint.
         """
         return WARM_UP_STEPS + self.steps + 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradedSums:
-    """The prompts of Arithmetic with a reward that differs between samples of a random model.
-
-    Completions of a fixed length are never the right number; if all rewards were 0, all gradients
-    would be too.
-    """
-
-    seed: int = SEED
-    level: int = LEVEL
-    name: str = "graded_sums"
-
-    def prompt(self, index: int) -> Prompt:
-        """Return the index-th sum."""
-        return Arithmetic(seed=self.seed, level=self.level).prompt(index)
-
-    def grade(self, prompt: Prompt, completion: str) -> float:
-        """Return the share of characters with an even code point."""
-        return even_share(completion)
 
 
 # --- one framework, in its own process ------------------------------------------------------------
@@ -165,7 +140,7 @@ def trustbatch_settings(work: Workload) -> dict[str, Any]:
     return {
         "seed": SEED,
         "model": {"name": work.model, "device": "cpu", "precision": "float32"},
-        "task": {"name": GradedSums.name, "level": LEVEL},
+        "task": {"name": "step_workload:GradedSums", "level": SUMS_LEVEL},
         "objective": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2},
         "rollout": {
             "prompts_per_step": work.prompts,

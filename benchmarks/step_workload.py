@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 SEED = 0
+SUMS_LEVEL = 2
+"""of the arithmetic task: every prompt has the six characters of "12+34=", so none is padded"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,29 @@ class RandomPrompts:
             chr(FIRST_CHARACTER + numbers.randrange(self.vocabulary // 2))
             for _ in range(self.tokens)
         )
+
+    def grade(self, prompt: Any, completion: str) -> float:
+        """Return the share of characters with an even code point."""
+        return even_share(completion)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradedSums:
+    """The prompts of Arithmetic with a reward that differs between samples of a random model.
+
+    Completions of a fixed length are never the right number; if all rewards were 0, all gradients
+    would be too.
+    """
+
+    seed: int = SEED
+    level: int = SUMS_LEVEL
+    name: str = "graded_sums"
+
+    def prompt(self, index: int) -> Any:
+        """Return the index-th sum."""
+        from trustbatch.tasks.arithmetic import Arithmetic
+
+        return Arithmetic(seed=self.seed, level=self.level).prompt(index)
 
     def grade(self, prompt: Any, completion: str) -> float:
         """Return the share of characters with an even code point."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trustbatch.models.rounding import multiply_rounded
 from trustbatch.training import logprob_passes
 from trustbatch.training.logprob_passes import OutputGradients, SliceStatistics
 
@@ -200,9 +201,9 @@ class _Head:
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the product of two operands, unrounded."""
         with torch.autocast(self.device, enabled=False):
-            if left.dtype == self.dtype:
-                return torch.mm(left, right)
-            return torch.mm(left, right, out_dtype=self.dtype)
+            if self.precision == torch.bfloat16:
+                return multiply_rounded(left, right)
+            return torch.mm(left, right)
 
     def logits(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return logits [T, n] without the bias."""

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from trustbatch.errors import ConfigError
 from trustbatch.models.lora import adapter_of, frozen_layer, is_adapted, merged_weight, scale_of
+from trustbatch.models.rounding import multiply_rounded
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.quantized_linear import QuantizedProduct, are_quantized
 
@@ -191,11 +192,8 @@ class RoundedHead:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Map [n, in] to [n, out] in float32."""
-        rows = inputs.to(torch.bfloat16)
-        if self.weight.is_cuda:
-            logits = torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
-        else:
-            logits = rows.float() @ self.weight.t()
+        rows = inputs.to(torch.bfloat16).to(self.weight.dtype)
+        logits = multiply_rounded(rows, self.weight.t())
         return logits if self.head.bias is None else logits + self.head.bias
 
     def _rounded(self) -> Tensor:
