@@ -238,9 +238,10 @@ def test_no_tokens() -> None:
 
 
 @pytest.mark.usefixtures("slices_of_128")
-def test_bfloat16_rounds_the_operands_and_not_the_logits() -> None:
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_16_bits_round_the_operands_and_not_the_logits(precision: torch.dtype) -> None:
     head = Head(num_tokens=64, width=32, dtype=torch.float32)
-    options = {"precision": torch.bfloat16, "temperature": 0.9}
+    options = {"precision": precision, "temperature": 0.9}
     (logp, *others), gradients = head.run(linear_logprobs, **options)
     expected, plain_gradients = head.run(plain_logprobs, **options)
     assert logp.dtype == torch.float32

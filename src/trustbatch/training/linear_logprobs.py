@@ -201,7 +201,7 @@ class _Head:
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the product of two operands, unrounded."""
         with torch.autocast(self.device, enabled=False):
-            if self.precision == torch.bfloat16:
+            if left.dtype != self.dtype or self.precision == torch.bfloat16:
                 return multiply_rounded(left, right)
             return torch.mm(left, right)
 
