@@ -35,9 +35,9 @@ from trustbatch.models.quantization.layer import (
     QuantizedLinear,
     quantized_layers,
 )
+from trustbatch.rollout.native import linear
 from trustbatch.rollout.native.decoder import LlamaDecoder
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.rollout.native.linear import PackedLinear
 from trustbatch.rollout.native.quantized_linear import QuantizedProduct
 from trustbatch.training.layers import compile_layers, recompute_layers
 
@@ -253,7 +253,7 @@ def test_the_native_engine_samples_from_what_is_trained(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, packs: bool
 ) -> None:
     if not packs:  # a build of torch without oneDNN's layout
-        monkeypatch.setattr(PackedLinear, "available", lambda: False)
+        monkeypatch.setattr(linear, "has_onednn_products", lambda: False)
     policy = quantized_policy(tiny_folder, name)
     train(policy, sample_sequences(policy), num_steps=3)
     engine = NativeEngine(policy, seed=1)

@@ -23,6 +23,7 @@ from trustbatch.models.lora import Adapters
 from trustbatch.models.packing.attention import no_mask
 from trustbatch.models.packing.layout import PackedLayout
 from trustbatch.models.packing.probe import enable_packing, has_plain_head
+from trustbatch.models.products import speed_up_linear_layers
 from trustbatch.models.quantization.layer import quantization_of, quantized_layers
 from trustbatch.models.rounding import has_rounded_weights, round_weights
 from trustbatch.models.tokenization import (
@@ -66,6 +67,7 @@ class Policy:
         self, model: Any, tokenizer: PreTrainedTokenizerBase, *, name: str, precision: str
     ) -> None:
         self.model = model.eval()
+        speed_up_linear_layers(model)
         self.root = PolicyRoot(model)
         self.device: torch.device = next(model.parameters()).device
         """where it is computed, also if its parameters are offloaded"""

@@ -1,11 +1,9 @@
-"""What is rounded to bfloat16: frozen weights of a model with adapters, and operands of a head.
+"""Frozen weights in bfloat16: what a model with adapters keeps of the model that it adapts.
 
-Matrix products under autocast round their operands anyway, so rounded weights change no product;
-and weights that were published in bfloat16, as most are, are not changed at all.
+Matrix products under autocast round their operands anyway, so this changes no product; and weights
+that were published in bfloat16, as most are, it does not change at all.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,27 +36,3 @@ def has_rounded_weights(model: Any) -> bool:
 def _widen(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     # without autocast a computation chooses its dtypes itself
     return output.float() if torch.is_autocast_enabled(output.device.type) else output
-
-
-def multiply_rounded(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of operands with values of bfloat16, summed and kept in float32.
-
-    On CUDA the operands are bfloat16. On a CPU, where torch has no such product, they are float32,
-    and one with instructions for bfloat16 makes use of them: two to three times as fast.
-    """
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    with _bfloat16_instructions():
-        return torch.mm(left, right)
-
-
-@contextmanager
-def _bfloat16_instructions() -> Iterator[None]:
-    """Let oneDNN round float32 operands: those that are rounded already stay what they are."""
-    products: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
-    before = products.fp32_precision
-    products.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from trustbatch import models
 from trustbatch.errors import ConfigError
 from trustbatch.models.policy import decoder_layers
+from trustbatch.models.products import restore_linear_layers
 from trustbatch.training.host_memory import HostActivations
 
 MAX_GRAPHS = 16
@@ -37,6 +38,7 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
         keep_compiled_kernels()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
     for layer in _decoder_layers(model, "compile"):
+        restore_linear_layers(layer)
         compiled = _compiled(type(layer).forward, backend)
         layer.forward = functools.partial(_run_compiled, compiled, layer, layer.forward)
 

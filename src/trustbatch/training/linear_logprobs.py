@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trustbatch.models.rounding import multiply_rounded
+from trustbatch.models.products import multiply, multiply_rounded
 from trustbatch.training import logprob_passes
 from trustbatch.training.logprob_passes import OutputGradients, SliceStatistics
 
@@ -203,7 +203,7 @@ class _Head:
         with torch.autocast(self.device, enabled=False):
             if left.dtype != self.dtype or self.precision == torch.bfloat16:
                 return multiply_rounded(left, right)
-            return torch.mm(left, right)
+            return multiply(left, right)
 
     def logits(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return logits [T, n] without the bias."""

@@ -21,7 +21,11 @@ from torch.nn import functional
 
 from trustbatch.errors import ConfigError
 from trustbatch.models.lora import adapter_of, frozen_layer, is_adapted, merged_weight, scale_of
-from trustbatch.models.rounding import multiply_rounded
+from trustbatch.models.products import (
+    has_onednn_products,
+    multiply_by_onednn,
+    multiply_rounded,
+)
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.quantized_linear import QuantizedProduct, are_quantized
 
@@ -68,13 +72,6 @@ class PackedLinear:
         self.bias: Tensor | None = None
         self.packed = torch.empty(0)
 
-    @staticmethod
-    def available() -> bool:
-        """Whether this build of torch has oneDNN's packed products."""
-        return torch.backends.mkldnn.is_available() and hasattr(
-            torch.ops.mkldnn, "_linear_pointwise"
-        )
-
     def refresh(self) -> None:
         """Reorder the current weights."""
         self.packed = torch.empty(0)  # frees the old copy first
@@ -83,7 +80,7 @@ class PackedLinear:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Map [n, in] to [n, out]."""
-        return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
+        return multiply_by_onednn(inputs, self.packed, self.bias)
 
 
 class JoinedLinear:
@@ -264,7 +261,7 @@ def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool =
     wanted = _product_dtype(precision, parameter)
     if is_head and wanted == torch.bfloat16:
         return RoundedHead(layers[0])
-    if precision == "float32" and not parameter.is_cuda and PackedLinear.available():
+    if precision == "float32" and not parameter.is_cuda and has_onednn_products():
         return PackedLinear(layers)
     if not any(is_adapted(layer) for layer in layers):
         if are_quantized(layers):
