@@ -1,4 +1,4 @@
-"""Products by oneDNN: of rounded operands kept in float32, and of linear layers in float32."""
+"""Products by oneDNN, of linear layers and heads in float32."""
 
 import copy
 import pickle
@@ -11,12 +11,9 @@ from torch.nn import functional
 from trustbatch.models import products
 from trustbatch.models.products import (
     multiply,
-    multiply_rounded,
     restore_linear_layers,
     speed_up_linear_layers,
 )
-
-ROUNDED = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
 
 needs_onednn = pytest.mark.skipif(
     not products.has_onednn_products(), reason="this build of torch has no products by oneDNN"
@@ -40,30 +37,6 @@ def preferred(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("precision", ["none", "ieee"])
-def test_the_product_is_that_of_the_rounded_operands(precision: str) -> None:
-    before = ROUNDED.fp32_precision
-    left, right = (random(*shape).bfloat16().float() for shape in ((37, 96), (96, 1024)))
-    exact = left.double() @ right.double()
-    try:
-        ROUNDED.fp32_precision = precision
-        found = multiply_rounded(left, right)
-        assert ROUNDED.fp32_precision == precision
-    finally:
-        ROUNDED.fp32_precision = before
-    # sums in float32: rounding the result to bfloat16 would change it by up to 0.06
-    assert float((found.double() - exact).abs().max()) < 1e-4
-
-
-def test_other_products_keep_their_precision_after_an_error() -> None:
-    before = ROUNDED.fp32_precision
-    with pytest.raises(RuntimeError):
-        multiply_rounded(torch.ones(2, 3), torch.ones(4, 5))
-    assert ROUNDED.fp32_precision == before
-    numbers = torch.full((64, 256), 1.0 + 2.0**-12)  # which bfloat16 does not have
-    assert float(torch.mm(numbers, numbers.T)[0, 0]) > 256.1
 
 
 @needs_onednn
@@ -118,6 +91,34 @@ def test_what_gains_nothing_is_left_to_torch(preferred: list[tuple[int, ...]]) -
     left, right = random(300, 1024), random(1024, 512)
     torch.testing.assert_close(multiply(left, right), left @ right, rtol=1e-5, atol=1e-3)
     assert preferred == [(1024, 1024), (512, 1024)]
+    # oneDNN has no gradients of its own
+    left.requires_grad_()
+    multiply(left, right).sum().backward()
+    assert left.grad is not None
+    assert len(preferred) == 2
+
+
+@pytest.mark.usefixtures("preferred")
+def test_a_layer_that_has_moved_or_has_a_forward_of_its_own_is_left_alone() -> None:
+    layer, other = nn.Linear(1024, 1024), nn.Linear(4, 4)
+    other.forward = lambda input: input  # pyright: ignore[reportAttributeAccessIssue]
+    for each in (layer, other):
+        speed_up_linear_layers(each)
+    # as a GPU, for which there is no such kernel
+    moved = layer.to("meta")
+    assert moved(torch.empty(100, 1024, device="meta")).grad_fn.name() == "AddmmBackward0"
+    assert float(other(torch.ones(4)).sum()) == 4.0
+
+
+@needs_onednn
+@pytest.mark.usefixtures("preferred")
+def test_only_what_a_gradient_needs_is_kept() -> None:
+    layer = nn.Linear(1024, 1024, bias=False).requires_grad_(False)
+    speed_up_linear_layers(layer)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each), lambda _: None):
+        layer(random(100, 1024).requires_grad_())
+    assert [each.shape for each in kept] == [(1024, 1024)]
 
 
 @needs_onednn

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from trustbatch.models.config import LoraConfig
 from trustbatch.models.policy import Policy
+from trustbatch.rollout.native import linear
 from trustbatch.rollout.native.decoder import LlamaDecoder
 from trustbatch.rollout.native.engine import NativeEngine
-from trustbatch.rollout.native.linear import PackedLinear
 
 pytest.importorskip("peft")
 
@@ -72,7 +72,7 @@ def test_products_in_float32_are_the_trainers_to_rounding(
 ) -> None:
     policy = adapted_policy(tiny_folder, precision="float32")
     packed = NativeEngine(policy, seed=0)
-    monkeypatch.setattr(PackedLinear, "available", lambda: False)
+    monkeypatch.setattr(linear, "has_onednn_products", lambda: False)
     for engine in (packed, NativeEngine(policy, seed=0)):
         for product, layers in products_and_layers(engine):
             inputs = torch.randn(5, layers[0].in_features)

@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,23 @@ def test_a_run_that_two_have_finished_is_recorded_once(tmp_path: Path) -> None:
         append_record(file, line(held_out=held_out))
     (record,) = read_records(file).values()
     assert record.held_out.mean_reward == 0.25
+
+
+def test_a_finished_run_is_kept_beside_a_bad_line(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    file.write_text("<<<<<<< HEAD\n" + json.dumps(line()) + "\n")
+    append_record(file, line(seed=2))
+    assert json.loads(file.read_text().splitlines()[-1])["seed"] == 2
+    with pytest.raises(ConfigError, match=r"Line 1 of .* is no record"):
+        read_records(file)
+
+
+def test_problems_are_the_same_from_the_hub_and_from_a_folder() -> None:
+    (hub, folder) = (build_scale("gpu", data=data).held_out for data in (None, "/elsewhere"))
+    assert hub is not None
+    assert folder is not None
+    assert hub.task != folder.task
+    assert portable_evaluation(asdict(hub)) == portable_evaluation(asdict(folder))
 
 
 def test_many_processes_write_whole_lines(tmp_path: Path) -> None:
@@ -308,6 +325,9 @@ def test_a_record_without_configuration_is_compared_by_objective_and_steps(
     jobs_of(words, file, tmp_path)
     with pytest.raises(ConfigError, match=r"training\.steps was 2, now 3"):
         jobs_of([*words, "--steps", "3"], file, tmp_path)
+    # of some runs no step is kept
+    file.write_text(json.dumps(line(arm="grpo", seed=3, steps={})) + "\n")
+    jobs_of([*words, "--steps", "3"], file, tmp_path)
     file.write_text(json.dumps(line(arm="grpo", seed=3, objective={"name": "dapo"})) + "\n")
     with pytest.raises(ConfigError, match=r"objective\.name was dapo, now grpo"):
         jobs_of(words, file, tmp_path)
@@ -366,6 +386,7 @@ def test_a_page_shows_what_is_recorded(tmp_path: Path, capsys: pytest.CaptureFix
         (["--before"], "--before is for --records: name the file of records, too."),
         (["--records", "r.jsonl", "--no-eval"], "--records is not for --no-eval"),
         (["--records", "no.jsonl", "--page-only"], "no.jsonl does not exist"),
+        (["--records", "r.jsonl", "--scale", "paper"], "--records is not for --scale paper, whose"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

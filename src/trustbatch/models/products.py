@@ -3,12 +3,10 @@
 - Float32 on CPUs of AMD with AVX-512: torch takes MKL, whose kernels for CPUs of other makers are
   half as wide. oneDNN, which is in torch as well, has no such limit, so it computes large products
   of linear layers and heads: about twice as fast, in the same precision.
-- Operands with values of bfloat16, summed and kept in float32.
+- Operands of 16 bits on CUDA, with a result in float32.
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +36,15 @@ def prefers_onednn() -> bool:
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of two matrices of one dtype."""
-    if left.dtype != torch.float32 or left.device.type != "cpu" or not prefers_onednn():
-        return torch.mm(left, right)
-    if left.shape[0] * right.numel() < LEAST_WORK:
+    """Return the product of two matrices, in at least float32.
+
+    On a CPU their own type is: torch has products of 16 bits into float32 on CUDA alone.
+    """
+    if left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    is_large = left.shape[0] * right.numel() >= LEAST_WORK
+    needs_gradient = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
+    if not is_large or needs_gradient or not _is_float32_on_cpu(left) or not prefers_onednn():
         return torch.mm(left, right)
     return multiply_by_onednn(left, right.t())
 
@@ -51,36 +54,12 @@ def multiply_by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = None)
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
-def multiply_rounded(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of operands with values of bfloat16, summed and kept in float32.
-
-    On CUDA the operands are bfloat16. On a CPU, where torch has no such product, they are float32,
-    and one with instructions for bfloat16 makes use of them.
-    """
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    with _bfloat16_instructions():
-        return torch.mm(left, right)
-
-
-@contextmanager
-def _bfloat16_instructions() -> Iterator[None]:
-    """Let oneDNN round float32 operands: those that are rounded already stay what they are."""
-    products: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
-    before = products.fp32_precision
-    products.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before
-
-
 def speed_up_linear_layers(model: nn.Module) -> None:
     """Let linear layers in float32 on a CPU multiply as `multiply` does, in both passes."""
     if not prefers_onednn():
         return
     for layer in model.modules():
-        if type(layer) is nn.Linear and layer.weight.device.type == "cpu":
+        if type(layer) is nn.Linear and "forward" not in vars(layer):
             layer.forward = functools.partial(_forward, layer)
 
 
@@ -93,12 +72,16 @@ def restore_linear_layers(model: nn.Module) -> None:
 
 
 def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
-    is_float32 = input.dtype == layer.weight.dtype == torch.float32
-    if not is_float32 or torch.is_autocast_enabled("cpu"):
-        return functional.linear(input, layer.weight, layer.bias)
-    if input.numel() * layer.out_features < LEAST_WORK:
+    # the model may have moved to a GPU since
+    is_plain = _is_float32_on_cpu(input) and _is_float32_on_cpu(layer.weight)
+    is_large = input.numel() * layer.out_features >= LEAST_WORK
+    if not is_plain or not is_large or torch.is_autocast_enabled("cpu"):
         return functional.linear(input, layer.weight, layer.bias)
     return _Linear.apply(input, layer.weight, layer.bias)
+
+
+def _is_float32_on_cpu(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 class _Linear(torch.autograd.Function):
@@ -106,7 +89,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
+        needs_inputs, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(inputs if needs_weight else None, weight if needs_inputs else None)
         rows = multiply_by_onednn(inputs.reshape(-1, inputs.shape[-1]), weight, bias)
         return rows.view(*inputs.shape[:-1], -1)
 
@@ -120,7 +104,7 @@ class _Linear(torch.autograd.Function):
         rows = gradient.reshape(-1, gradient.shape[-1])
         d_inputs = d_weight = d_bias = None
         if needs_inputs:
-            d_inputs = multiply_by_onednn(rows, weight.t()).view_as(inputs)
+            d_inputs = multiply_by_onednn(rows, weight.t()).view(*gradient.shape[:-1], -1)
         if needs_weight:
             d_weight = multiply_by_onednn(rows.t(), inputs.reshape(-1, inputs.shape[-1]).t())
         if needs_bias:

@@ -183,6 +183,11 @@ def _jobs(
     held_out = None if options.no_eval else scale.held_out
     records = None
     if options.records is not None:
+        if held_out is None:
+            raise ConfigError(
+                f"--records is not for --scale {scale.name}, whose runs are not evaluated on "
+                "held-out prompts: a record is a held-out reward."
+            )
         file = Path(options.records).resolve()
         records = Records(file=file, commit=options.commit, before=options.before)
     return training_jobs(study, out=out, models=models, held_out=held_out, records=records)

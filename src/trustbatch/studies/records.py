@@ -48,6 +48,7 @@ MODELS = ("model.name", "training.reference_model")
 """of which only the last part is kept: each machine has its own folder for them"""
 NAMES = {"model": {"name": "any"}, "task": {"name": "arithmetic"}}
 """without which there is no configuration"""
+DATA_KEYS = ("path", "split")
 DIGITS = 5
 
 
@@ -150,7 +151,11 @@ def append_record(file: Path, line: Mapping[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a+b") as out:
         fcntl.flock(out, fcntl.LOCK_EX)
-        if RunRecord(line).key in read_records(file):
+        try:
+            known = read_records(file)
+        except ConfigError:  # the run is kept; whoever reads the file next hears of its bad line
+            known = {}
+        if RunRecord(line).key in known:
             return  # two machines or processes ran it: the first stays
         out.seek(0)
         end = out.read().rpartition(b"\n")[2]
@@ -202,8 +207,11 @@ def portable_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def portable_evaluation(held_out: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the held-out reward is measured on, without the file's folder."""
-    task = {key: value for key, value in held_out["task"].items() if key != "path"}
+    """Return what the held-out reward is measured on, without where its data comes from.
+
+    That is a file, or a split on the hub, of the same problems.
+    """
+    task = {key: value for key, value in held_out["task"].items() if key not in DATA_KEYS}
     return {**held_out, "task": task}
 
 
@@ -241,11 +249,11 @@ def _comparable(
         _resolved({table: each.get(table, {}) for table in sorted(tables)})
         for each in (recorded, now)
     )
-    if "config" not in line and not record.error:
+    if "config" not in line and record.steps and not record.error:
         then["training.steps"] = record.num_steps
         found["training.steps"] = parse_config({**NAMES, **now}).training.steps
     if "evaluation" in line:
-        then |= flatten({"held_out": line["evaluation"]})
+        then |= flatten({"held_out": portable_evaluation(line["evaluation"])})
         found |= flatten({"held_out": portable_evaluation(held_out)})
     return then, found
 

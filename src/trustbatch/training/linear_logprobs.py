@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trustbatch.models.products import multiply, multiply_rounded
+from trustbatch.models.products import multiply
 from trustbatch.training import logprob_passes
 from trustbatch.training.logprob_passes import OutputGradients, SliceStatistics
 
@@ -201,8 +201,6 @@ class _Head:
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the product of two operands, unrounded."""
         with torch.autocast(self.device, enabled=False):
-            if left.dtype != self.dtype or self.precision == torch.bfloat16:
-                return multiply_rounded(left, right)
             return multiply(left, right)
 
     def logits(self, rows: Tensor, columns: Tensor) -> Tensor:

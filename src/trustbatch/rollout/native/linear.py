@@ -21,11 +21,7 @@ from torch.nn import functional
 
 from trustbatch.errors import ConfigError
 from trustbatch.models.lora import adapter_of, frozen_layer, is_adapted, merged_weight, scale_of
-from trustbatch.models.products import (
-    has_onednn_products,
-    multiply_by_onednn,
-    multiply_rounded,
-)
+from trustbatch.models.products import has_onednn_products, multiply, multiply_by_onednn
 from trustbatch.rollout.native import operations
 from trustbatch.rollout.native.quantized_linear import QuantizedProduct, are_quantized
 
@@ -190,7 +186,7 @@ class RoundedHead:
     def __call__(self, inputs: Tensor) -> Tensor:
         """Map [n, in] to [n, out] in float32."""
         rows = inputs.to(torch.bfloat16).to(self.weight.dtype)
-        logits = multiply_rounded(rows, self.weight.t())
+        logits = multiply(rows, self.weight.t())
         return logits if self.head.bias is None else logits + self.head.bias
 
     def _rounded(self) -> Tensor:
