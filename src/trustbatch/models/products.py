@@ -1,8 +1,8 @@
 """Matrix products where torch's own are not the fastest, or not the most exact, of a device.
 
-- Float32 on CPUs of AMD with AVX-512: torch takes MKL, whose kernels for CPUs of other makers are
-  half as wide. oneDNN, which is in torch as well, has no such limit, so it computes large products
-  of linear layers and heads: about twice as fast, in the same precision.
+- Float32 on CPUs of AMD with AVX-512: torch takes MKL, and oneDNN, which is in torch as well, was
+  measured to be twice as fast in the same precision. It computes large products of linear layers
+  and heads there.
 - Operands of 16 bits on CUDA, with a result in float32.
 """
 
@@ -38,7 +38,7 @@ def prefers_onednn() -> bool:
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     """Return the product of two matrices, in at least float32.
 
-    On a CPU their own type is: torch has products of 16 bits into float32 on CUDA alone.
+    Operands of 16 bits must be on CUDA: elsewhere torch can't multiply them into float32.
     """
     if left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)

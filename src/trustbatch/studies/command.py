@@ -186,7 +186,7 @@ def _jobs(
         if held_out is None:
             raise ConfigError(
                 f"--records is not for --scale {scale.name}, whose runs are not evaluated on "
-                "held-out prompts: a record is a held-out reward."
+                "held-out prompts: leave it out, or choose another scale."
             )
         file = Path(options.records).resolve()
         records = Records(file=file, commit=options.commit, before=options.before)

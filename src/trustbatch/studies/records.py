@@ -49,6 +49,7 @@ MODELS = ("model.name", "training.reference_model")
 NAMES = {"model": {"name": "any"}, "task": {"name": "arithmetic"}}
 """without which there is no configuration"""
 DATA_KEYS = ("path", "split")
+"""of the held-out task: the same problems are a file on one machine, and on the hub for another"""
 DIGITS = 5
 
 
