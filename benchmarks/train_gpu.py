@@ -20,6 +20,9 @@ many; attention has two products of 2 A D operations for each pair of positions,
 masked; n / 2 is a position's mean context. The embedding table is looked up, not multiplied. With
 LoRA a frozen parameter counts 4 and not 6, since it has no gradient of its own; an adapter's has 6.
 
+N counts all tokens that are trained on: with --samples the prompt of each of its sequences too, as
+a trainer without shared prompts would compute it. The hardware utilization does not.
+
 What is computed more than once, P3O's pre-pass above all, costs time and is no model FLOP. The
 hardware utilization counts it: a third of the model FLOPs of full training for the pre-pass where
 one was seen, and the layers' forward pass where gradient checkpointing repeats it. Neither counts
@@ -39,8 +42,9 @@ from typing import Any
 
 import torch
 from memory_watch import MemoryWatch
-from qwen3_shapes import SHAPES, Shape, make_checkpoint
-from train_workload import PassesWithoutGradient, nearly_on_policy
+from qwen3_shapes import SHAPES, make_checkpoint
+from train_flops import count_flops, share_computed
+from train_workload import PassesWithoutGradient, make_sequences, nearly_on_policy
 from worker_process import (
     Results,
     describe_machine,
@@ -52,13 +56,12 @@ from worker_process import (
 from trustbatch.build.session import Session, build_session
 from trustbatch.config import Config, apply_override, parse_config
 from trustbatch.plan import estimate_memory
-from trustbatch.types import Completion, FinishReason, Provenance, TrainSequence
+from trustbatch.types import TrainSequence
 
 RESULT_FILE = Path(__file__).parent / "results" / "train_gpu.jsonl"
 H200_PEAK = 989e12
 CONTEXT = 32768
 PROMPT_TOKENS = 64
-TOP_TOKENS = 16
 SEED = 0
 SHORTEST_RUN_SECONDS = 45.0
 
@@ -78,6 +81,8 @@ class Case:
     overrides: tuple[str, ...]
     peak_flops: float
     profile: bool = False
+    longest_prompt: int = PROMPT_TOKENS
+    samples: int = 1
     output: str
     run: str
 
@@ -93,8 +98,8 @@ class Case:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of a prompt: few, beside the response."""
-        return min(PROMPT_TOKENS, self.length // 2)
+        """Tokens of a prompt: at most half of the sequence."""
+        return min(self.longest_prompt, self.length // 2)
 
 
 # --- one case, in its own process -----------------------------------------------------------------
@@ -107,7 +112,8 @@ def run_case(case: Case) -> None:
         session = build_session(configure(case, case.objectives[0], folder))
         session.engine.sleep()
         try:
-            sequences = nearly_on_policy(session, make_sequences(case), seed=SEED)
+            sequences = nearly_on_policy(session, make_sequences(case, seed=SEED), seed=SEED)
+            computed = share_computed(session, sequences)
             for objective in case.objectives:
                 config = configure(case, objective, folder)
                 # the same trainer with another loss: loading and compiling again would take minutes
@@ -117,7 +123,9 @@ def run_case(case: Case) -> None:
                 seconds, num_extra = time_steps(case, session, sequences)
                 if case.profile:
                     profile_step(case, session, sequences, objective)
-                result = describe_result(case, session, objective, seconds, num_extra)
+                result = describe_result(
+                    case, session, objective, seconds, num_extra=num_extra, computed=computed
+                )
                 memory = {
                     "measured_gib": watch.peaks_gib(),
                     "estimated_gib": estimated_gib(config),
@@ -162,45 +170,6 @@ def configure(case: Case, objective: str, folder: str) -> Config:
     return parse_config(tree)
 
 
-def make_sequences(case: Case) -> list[TrainSequence]:
-    """Return sequences of random tokens, as if a uniform policy had sampled them."""
-    vocabulary = SHAPES[case.shape].vocabulary
-    generator = torch.Generator().manual_seed(SEED)
-    num_response = case.length - case.prompt_tokens
-    uniform = -torch.tensor(float(vocabulary)).log()
-
-    def random_tokens(*size: int) -> torch.Tensor:
-        return torch.randint(2, vocabulary, size, generator=generator)
-
-    return [
-        TrainSequence(
-            prompt_token_ids=tuple(random_tokens(case.prompt_tokens).tolist()),
-            completion=Completion(
-                prompt_id=str(number),
-                sample=0,
-                token_ids=random_tokens(num_response),
-                behavior_logp=uniform.expand(num_response).clone(),
-                top_token_ids=random_tokens(num_response, TOP_TOKENS),
-                behavior_top_logp=uniform.expand(num_response, TOP_TOKENS).clone(),
-                finish_reason=FinishReason.LENGTH,
-                provenance=Provenance(
-                    policy="uniform",
-                    version=0,
-                    engine="none",
-                    precision="float32",
-                    temperature=1.0,
-                    top_p=1.0,
-                    top_k=0,
-                    logprob_mode="processed",
-                ),
-                text="",
-            ),
-            advantage=1.0 if number % 2 else -1.0,
-        )
-        for number in range(case.num_sequences)
-    ]
-
-
 def time_steps(
     case: Case, session: Session, sequences: Sequence[TrainSequence]
 ) -> tuple[list[float], int]:
@@ -223,11 +192,17 @@ def time_steps(
 
 
 def describe_result(
-    case: Case, session: Session, objective: str, seconds: Sequence[float], num_extra: int
+    case: Case,
+    session: Session,
+    objective: str,
+    seconds: Sequence[float],
+    *,
+    num_extra: int,
+    computed: float,
 ) -> dict[str, Any]:
     """Return tokens per second and utilization, with all that they depend on."""
     median = statistics.median(seconds)
-    flops = count_flops(case, session, has_pre_pass=num_extra > 0)
+    flops = count_flops(case, session, has_pre_pass=num_extra > 0, share_computed=computed)
     num_tokens = case.num_sequences * case.length
     return {
         "shape": case.shape,
@@ -236,6 +211,9 @@ def describe_result(
         "overrides": list(case.overrides),
         "micro_batch_tokens": session.config.training.micro_batch_tokens,
         "tokens_per_step": num_tokens,
+        "prompt_tokens": case.prompt_tokens,
+        "samples_per_prompt": case.samples,
+        "share_computed": computed,
         "seconds": list(seconds),
         "tokens_per_second": num_tokens / median,
         "passes_without_gradient": num_extra,
@@ -243,62 +221,6 @@ def describe_result(
         "mfu": flops.model / median / case.peak_flops,
         "hardware_utilization": flops.all / median / case.peak_flops,
     }
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """Floating-point operations of one optimizer step."""
-
-    model: float
-    pre_pass: float
-    recomputed: float
-
-    @property
-    def all(self) -> float:
-        """All that were executed, as far as they are counted."""
-        return self.model + self.pre_pass + self.recomputed
-
-
-def count_flops(case: Case, session: Session, *, has_pre_pass: bool) -> StepFlops:
-    """Count as the top of this file says."""
-    num_tokens = case.num_sequences * case.length
-    num_responses = case.num_sequences * (case.length - case.prompt_tokens)
-    # at 2, 4 or 6 operations for each of these
-    frozen, trained = count_layer_products(session, num_tokens)
-    head = session.policy.model.get_output_embeddings().weight
-    if head.requires_grad:
-        trained += head.numel() * num_responses
-    else:
-        frozen += head.numel() * num_responses
-    attention = attention_forward(SHAPES[case.shape], [case.length] * case.num_sequences)
-    forward = 2 * (frozen + trained) + attention
-    layers_forward = forward - 2 * head.numel() * num_responses
-    return StepFlops(
-        model=4 * frozen + 6 * trained + 3 * attention,
-        pre_pass=forward if has_pre_pass else 0.0,
-        recomputed=layers_forward if recomputes_layers(session.config) else 0.0,
-    )
-
-
-def count_layer_products(session: Session, num_tokens: int) -> tuple[float, float]:
-    """Return parameters x tokens of the layers, frozen and trained ones."""
-    model = session.policy.model
-    tables = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    layers = [each for each in model.parameters() if id(each) not in tables]
-    frozen = sum(each.numel() for each in layers if not each.requires_grad)
-    trained = sum(each.numel() for each in layers if each.requires_grad)
-    return float(frozen) * num_tokens, float(trained) * num_tokens
-
-
-def attention_forward(shape: Shape, lengths: Sequence[int]) -> float:
-    """Return the operations of causal attention in a forward pass."""
-    pairs = sum(length**2 / 2 for length in lengths)
-    return 4.0 * shape.layers * shape.heads * shape.head_dim * pairs
-
-
-def recomputes_layers(config: Config) -> bool:
-    """Return whether the backward pass recomputes the layers."""
-    return bool(getattr(config.training, "gradient_checkpointing", False))
 
 
 def estimated_gib(config: Config) -> float:
@@ -339,6 +261,8 @@ def cases(arguments: argparse.Namespace, run: str) -> Iterator[Case]:
                 overrides=overrides_of(arguments.set, shape, length),
                 peak_flops=arguments.peak_flops,
                 profile=arguments.profile,
+                longest_prompt=arguments.prompt_tokens,
+                samples=arguments.samples,
                 output=str(arguments.output),
                 run=run,
             )
@@ -424,6 +348,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--micro-batch-tokens", type=int, default=16384, help="halved if the memory is too small"
     )
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
+    parser.add_argument("--samples", type=int, default=1, help="sequences that have a prompt")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument(

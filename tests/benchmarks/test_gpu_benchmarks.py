@@ -24,6 +24,7 @@ def scripts() -> Any:
         import memory_gpu  # pyright: ignore[reportMissingImports]
         import qwen3_shapes  # pyright: ignore[reportMissingImports]
         import step_gpu  # pyright: ignore[reportMissingImports]
+        import train_flops  # pyright: ignore[reportMissingImports]
         import train_gpu  # pyright: ignore[reportMissingImports]
         import worker_process  # pyright: ignore[reportMissingImports]
     finally:
@@ -32,6 +33,7 @@ def scripts() -> Any:
         memory=memory_gpu,
         step=step_gpu,
         train=train_gpu,
+        flops=train_flops,
         shapes=qwen3_shapes,
         results=worker_process.Results,
     )
@@ -71,6 +73,23 @@ def test_the_trainer_alone(scripts: Any, case: Any) -> None:
     assert grpo["flops"]["pre_pass"] == 0
     assert p3o["tokens_per_second"] == 4 * LENGTH / p3o["seconds"][0]
     scripts.train.print_table([p3o, grpo])
+
+
+def test_a_prompt_of_several_sequences_counts_for_each(scripts: Any, case: Any) -> None:
+    shared = dataclasses.replace(
+        case, objectives=("grpo",), longest_prompt=LENGTH // 2, samples=2, run="shared"
+    )
+    alone = dataclasses.replace(shared, samples=1, run="alone")
+    for each in (shared, alone):
+        scripts.train.run_case(each)
+    (one,) = scripts.results(Path(case.output), "shared").read()
+    (other,) = scripts.results(Path(case.output), "alone").read()
+    assert one["flops"]["model"] == other["flops"]["model"]
+    assert other["flops"]["shared"] == 0
+    # of two sequences' 2 (L - 1) input tokens, one prompt of L / 2 is computed once
+    assert one["share_computed"] == 1 - (LENGTH / 2) / (2 * (LENGTH - 1))
+    assert one["hardware_utilization"] < one["mfu"]
+    assert other["hardware_utilization"] == other["mfu"]
 
 
 def test_graders_of_the_step_do_not_import_torch() -> None:
@@ -121,7 +140,7 @@ def test_operations_are_those_that_torch_counts(
         config=SimpleNamespace(training=SimpleNamespace(micro_batch_tokens=LENGTH)),
     )
     case = dataclasses.replace(case, tokens_per_step=LENGTH)
-    counted = scripts.train.count_flops(case, session, has_pre_pass=False).model
+    counted = scripts.flops.count_flops(case, session, has_pre_pass=False).model
 
     ids = torch.zeros(1, LENGTH, dtype=torch.int64)
     # a gradient reaches every layer, as adapters in all of them would have it
@@ -130,7 +149,7 @@ def test_operations_are_those_that_torch_counts(
         output = network(inputs_embeds=embedded, logits_to_keep=LENGTH - case.prompt_tokens)
         output.logits.sum().backward()
     shape = scripts.shapes.SHAPES["tiny"]
-    masked = 3 * scripts.train.attention_forward(shape, [LENGTH])
+    masked = 3 * scripts.flops.attention_forward(shape, [LENGTH])
     norms = sum(each.numel() for each in network.parameters() if each.dim() == 1)
     elementwise = (4 if is_frozen else 6) * norms * LENGTH
     assert counter.get_total_flops() == counted + masked - elementwise
