@@ -1,7 +1,7 @@
 """The value of every objective: by hand on a few tokens, and against the oracle on many."""
 
 from dataclasses import replace
-from math import exp, log
+from math import exp, log, nan
 
 import numpy as np
 import oracle
@@ -362,3 +362,19 @@ def test_totals_count_tokens_and_sequences() -> None:
     totals = build_objective("gspo").totals(batch)
     assert (float(totals.num_tokens), float(totals.num_sequences)) == (9.0, 3.0)
     assert not totals.num_tokens.requires_grad
+
+
+@pytest.mark.parametrize("measurable", [[True] * 6, [True, False, True, False, False, True], []])
+def test_counts_are_of_measurable_tokens_and_their_sequences(measurable: list[bool]) -> None:
+    """Sequences in any order, with any ids; of one all tokens may be missing."""
+    ids = [-7, 3, -7, 3, 3, 50][: len(measurable)]
+    batch = to_batch(oracle.random_tokens(0, [len(measurable)] if measurable else []))
+    behavior_logp = batch.behavior_logp.where(torch.tensor(measurable, dtype=torch.bool), nan)
+    batch = replace(
+        batch, sequence=torch.tensor(ids, dtype=torch.int64), behavior_logp=behavior_logp
+    )
+    left = [number for number, counts in zip(ids, measurable, strict=True) if counts]
+    objective = build_objective("grpo")
+    for totals in (objective.counts(batch), objective.totals(batch)):
+        assert (float(totals.num_tokens), float(totals.num_sequences)) == (len(left), len({*left}))
+    assert torch.equal(objective.measurable(batch), torch.tensor(measurable, dtype=torch.bool))

@@ -352,11 +352,11 @@ def test_proximal_policy_is_the_one_at_the_start_of_the_pass(
     objective_type = OBJECTIVES["decoupled"]
     original = objective_type.__call__
 
-    def watching(self: object, batch: object, totals: object) -> object:
+    def watching(self: object, batch: object, totals: object, **options: object) -> object:
         assert batch.proximal_logp is not None  # type: ignore[attr-defined]
         gap = (batch.logp - batch.proximal_logp).abs().max()  # type: ignore[attr-defined]
         distances.append(float(gap.detach()))
-        return original(self, batch, totals)  # type: ignore[arg-type]
+        return original(self, batch, totals, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(objective_type, "__call__", watching)
     make_trainer(policy, "decoupled", passes=2, mini_batches=2).train(sequences)
@@ -377,6 +377,72 @@ def test_nan_behavior_logp_is_dropped_and_counted(
     assert metrics["steps/skipped"] == 0
     assert math.isfinite(metrics["policy/loss"])
     assert torch.isfinite(parameters(policy)).all()
+
+
+@pytest.mark.parametrize("objective", ["p3o", "grpo", "pact"])
+def test_to_expect_that_all_tokens_are_measurable_changes_nothing(
+    policy: Policy, sequences: list[TrainSequence], objective: str
+) -> None:
+    found = []
+    for expects in (True, False):
+        trainer = make_trainer(copy.deepcopy(policy), objective, micro_batch_tokens=40)
+        trainer._expects_measurable = expects
+        gradients = watch_gradients(trainer)
+        metrics = trainer.train(sequences)
+        assert trainer._expects_measurable
+        found.append((flat(gradients), metrics))
+    (one, metrics), (other, other_metrics) = found
+    assert torch.equal(one, other)
+    assert metrics == other_metrics
+
+
+@pytest.mark.parametrize("objective", ["p3o", "grpo"])
+def test_a_step_is_computed_again_where_not_all_tokens_are_measurable(
+    policy: Policy,
+    sequences: list[TrainSequence],
+    monkeypatch: pytest.MonkeyPatch,
+    objective: str,
+) -> None:
+    """The next step expects it, and the one after that nothing unusual."""
+    calls: list[bool] = []
+    original = OBJECTIVES[objective].__call__
+
+    def watching(*arguments: Any, all_measurable: bool = False) -> object:
+        calls.append(all_measurable)
+        return original(*arguments, all_measurable=all_measurable)
+
+    monkeypatch.setattr(OBJECTIVES[objective], "__call__", watching)
+    broken = copy.deepcopy(sequences)
+    broken[3].completion.behavior_logp[0] = math.nan
+    exact = make_trainer(copy.deepcopy(policy), objective, micro_batch_tokens=40)
+    exact._expects_measurable = False
+    expected = exact.train(broken)
+    num_batches = len(calls)
+    calls.clear()
+    trainer = make_trainer(policy, objective, micro_batch_tokens=40)
+    assert trainer.train(broken) == expected
+    assert calls == [True] * num_batches + [False] * num_batches
+    for batch, expects in ((broken, False), (sequences, False), (sequences, True)):
+        calls.clear()
+        trainer.train(batch)
+        assert set(calls) == {expects}
+        assert len(calls) <= num_batches
+
+
+def test_totals_that_counted_unmeasurable_tokens_are_not_used(
+    policy: Policy, sequences: list[TrainSequence], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy.precision = "bfloat16"
+    sequences[3].completion.behavior_logp[0] = math.nan
+    results = []
+    for expects in (True, False):
+        trainer = make_trainer(copy.deepcopy(policy), "p3o", micro_batch_tokens=60)
+        monkeypatch.setattr(type(trainer.objective), "estimates_totals", expects)
+        monkeypatch.setattr(trainer, "_are_near", lambda *_: True)
+        trainer._expects_measurable = expects
+        results.append(trainer.train(sequences))
+    assert results[0] == results[1]
+    assert results[0]["tokens/nonfinite"] == 1
 
 
 def test_a_nan_among_the_top_tokens_leaves_the_totals_too(

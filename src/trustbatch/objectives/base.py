@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -136,29 +136,38 @@ class Objective(ABC):
         """Whether it uses the anchor, which engines then record where it differs."""
         return False
 
-    def totals(self, batch: TokenBatch) -> Totals:
-        """Return this batch's part of the step's totals, without gradient."""
-        objective = self.resolved(has_top_logp=batch.top_logp is not None)
-        with torch.no_grad():
-            tokens = objective._measurable(batch)
-            num_sequences = torch.unique(tokens.sequence).numel()
-            one = torch.ones((), dtype=torch.float64, device=batch.logp.device)
-            return Totals(
-                num_tokens=one * len(tokens),
-                num_sequences=one * num_sequences,
-                moments=objective.moments(tokens),
-                sums=objective.sums(tokens),
-                pools=objective.pools(tokens),
-            )
+    @torch.no_grad()
+    def totals(self, batch: TokenBatch, *, all_measurable: bool = False) -> Totals:
+        """Return this batch's part of the step's totals, without gradient.
 
-    def __call__(self, batch: TokenBatch, totals: Totals) -> ObjectiveOutput:
+        `all_measurable` says that all tokens are, so that nothing waits for a GPU to find out.
+        """
+        objective = self.resolved(has_top_logp=batch.top_logp is not None)
+        tokens = batch if all_measurable else batch.select(objective.measurable(batch))
+        counts = _counts(tokens.sequence, torch.ones_like(tokens.sequence, dtype=torch.bool))
+        return replace(
+            counts,
+            moments=objective.moments(tokens),
+            sums=objective.sums(tokens),
+            pools=objective.pools(tokens),
+        )
+
+    @torch.no_grad()
+    def counts(self, batch: TokenBatch) -> Totals:
+        """Return the totals without what the objective itself needs; waits for no GPU."""
+        objective = self.resolved(has_top_logp=batch.top_logp is not None)
+        return _counts(batch.sequence, objective.measurable(batch))
+
+    def __call__(
+        self, batch: TokenBatch, totals: Totals, *, all_measurable: bool = False
+    ) -> ObjectiveOutput:
         """Return this batch's share of the step's loss, and its metrics.
 
         Tokens whose log-ratio is not finite are left out and counted. Without any token, the loss
-        and its gradient are 0.
+        and its gradient are 0. `all_measurable` says that there are none, as in `totals`.
         """
         objective = self.resolved(has_top_logp=batch.top_logp is not None)
-        tokens = objective._measurable(batch)
+        tokens = batch if all_measurable else batch.select(objective.measurable(batch))
         loss, metrics = objective.policy_loss(tokens, totals)
         if self.entropy_coef:
             entropy = require(tokens.entropy, "entropy", "entropy_coef")
@@ -194,7 +203,8 @@ class Objective(ABC):
     def policy_loss(self, tokens: TokenBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the policy loss of measurable tokens, divided by the step's totals."""
 
-    def _measurable(self, batch: TokenBatch) -> TokenBatch:
+    def measurable(self, batch: TokenBatch) -> Tensor:
+        """[T] bool: tokens of which the loss can be computed."""
         compared: list[Tensor | None] = []
         if self.needs_proximal:
             compared.append(require(batch.proximal_logp, "proximal_logp", type(self).__name__))
@@ -204,7 +214,18 @@ class Objective(ABC):
             compared.append(batch.behavior_top_logp)
         if self.needs_anchor:
             compared += [batch.anchor_logp, batch.anchor_top_logp]
-        return batch.select(batch.measurable(*compared))
+        return batch.measurable(*compared)
+
+
+def _counts(sequence: Tensor, is_counted: Tensor) -> Totals:
+    """Return the number of tokens and of their sequences [T], without waiting for a GPU."""
+    one = torch.ones((), dtype=torch.float64, device=sequence.device)
+    if not len(sequence):
+        return Totals(num_tokens=0 * one, num_sequences=0 * one)
+    # unique() would wait for the number of its results
+    ids = torch.where(is_counted, sequence - sequence.min() + 1, 0).sort().values
+    is_new = torch.cat([ids[:1] > 0, ids.diff() > 0])
+    return Totals(num_tokens=one * is_counted.sum(), num_sequences=one * is_new.sum())
 
 
 @torch.no_grad()

@@ -72,6 +72,8 @@ class Trainer:
         self._packs = all(each.packs for each in policies)
         self.num_optimizer_steps = 0
         self.num_consecutive_skips = 0
+        self._expects_measurable = True
+        """whether all tokens of a step are taken to be measurable until its end"""
 
     def train(
         self,
@@ -205,16 +207,21 @@ class Trainer:
         is_estimate = totals is not None
         if totals is None:
             totals = self._totals(batches, held, from_policy=from_policy)
-        seen: list[Totals] | None = [] if is_estimate else None
+        seen = _Seen(all_measurable=self._expects_measurable, keeps_totals=is_estimate)
         outputs = self._accumulate(batches, observer, held, totals, seen)
-        found = None if seen is None else self._of_all_ranks(seen)
+        was_right = all(all_gather(seen.was_right()))
+        found = self._of_all_ranks(seen.totals) if is_estimate and was_right else None
         counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
         # if not, the policy itself gave a non-finite log-prob, which the data alone does not show
-        fits = counted == int(totals.num_tokens)
+        fits = was_right and counted == int(totals.num_tokens)
         if not fits or (found is not None and not self._are_near(totals, found)):
             self.optimizer.zero_grad(set_to_none=True)
             totals = found or self._totals(batches, {}, from_policy=True)
             outputs = self._accumulate(batches, observer, {}, totals)
+            counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
+        self._expects_measurable = counted == sum(
+            all_gather(sum(len(batch.target) for batch in batches))
+        )
         return totals, outputs
 
     def _accumulate(
@@ -223,20 +230,21 @@ class Trainer:
         observer: StepObserver,
         held: dict[int, TokenBatch],
         totals: Totals,
-        seen: list[Totals] | None = None,
+        seen: "_Seen | None" = None,
     ) -> list[ObjectiveOutput]:
         """Add up the gradient of all micro-batches, each weighted by the totals of the step.
 
-        Uses up the held passes, and adds the totals of each micro-batch to `seen`.
+        Uses up the held passes, and notes what is seen. With a GPU nothing here waits for it: while
+        it computes one micro-batch, the next one is prepared.
         """
+        seen = seen or _Seen()
         outputs = []
         for number, batch in enumerate(batches):
             tokens = held.pop(number, None)
             if tokens is None:
                 tokens = self._forward(batch)
-            if seen is not None:
-                seen.append(self.objective.totals(tokens))
-            output = self.objective(tokens, totals)
+            seen.note(self.objective, tokens)
+            output = self.objective(tokens, totals, all_measurable=seen.all_measurable)
             output.loss.backward()
             output.metrics.update(observer.measure(tokens, batch, totals))
             outputs.append(output)
@@ -271,7 +279,12 @@ class Trainer:
         ]
         if not self._are_near(*halves):
             return None
-        counts = self._totals(batches, {}, from_policy=False)
+        counts = self._of_all_ranks(
+            [
+                self.objective.counts(self._token_batch(batch, batch.behavior_logp))
+                for batch in batches
+            ]
+        )
         return replace(
             halves[0] + halves[1],
             num_tokens=counts.num_tokens,
@@ -394,6 +407,28 @@ class Trainer:
                 "(non-finite, or no measurable token) and were skipped: lower "
                 "training.learning_rate, or check tokens/nonfinite for broken log-probs."
             )
+
+
+class _Seen:
+    """What the micro-batches of a step turn out to be, while nothing waits for a GPU to know."""
+
+    def __init__(self, *, all_measurable: bool = False, keeps_totals: bool = False) -> None:
+        self.all_measurable = all_measurable
+        """whether all tokens are taken to be measurable"""
+        self.totals: list[Totals] = []
+        self._keeps_totals = keeps_totals
+        self._checks: list[Tensor] = []
+
+    def note(self, objective: Objective, tokens: TokenBatch) -> None:
+        """Note the tokens of a micro-batch."""
+        if self.all_measurable:
+            self._checks.append(objective.measurable(tokens).all())
+        if self._keeps_totals:
+            self.totals.append(objective.totals(tokens, all_measurable=self.all_measurable))
+
+    def was_right(self) -> bool:
+        """Whether all tokens are what they were taken to be; waits for the GPU."""
+        return not self._checks or bool(torch.stack(self._checks).all())
 
 
 def _prepare_layers(policies: Sequence[Policy], config: TrainingConfig) -> None:
