@@ -180,9 +180,9 @@ def _multiply(
         if FORMAT == "nf4":
             blocks: tl.constexpr = COLUMNS // BLOCK
             at = tl.arange(0, COLUMNS // 2)
-            code = tl.load(
-                codes + output * (width // 2) + (start // 2 + at)[None, :], mask=has_output, other=0
-            )
+            # a multiple of 32 to the compiler, unlike half of the width: reads of 16 bytes
+            own_codes = codes + output * (num_blocks * _HALF) + start // 2
+            code = tl.load(own_codes + at[None, :], mask=has_output, other=0)
             scale = tl.load(own_scales + tl.arange(0, blocks)[None, :], mask=has_output, other=0.0)
             scale = tl.broadcast_to(scale[:, :, None], (OUTPUTS, blocks, _HALF))
             scale = tl.reshape(scale, (OUTPUTS, COLUMNS // 2))
