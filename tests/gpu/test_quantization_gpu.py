@@ -63,19 +63,44 @@ def test_numbers_are_those_of_the_cpu(name: str, columns: int) -> None:
         assert torch.equal(weight.dequantized(dtype).cpu(), on_cpu(weight).dequantized(dtype))
 
 
+@pytest.mark.parametrize("columns", [512, 1024, 1152])
 @pytest.mark.parametrize("rows", [1, 5, 16, 64, 100])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fused_product_multiplies_the_same_numbers(name: str, rows: int) -> None:
-    from trustbatch.models.quantization.kernels import multiplies, multiply
+def test_a_fused_product_multiplies_the_same_numbers(
+    name: str, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trustbatch.models.quantization import kernels
 
-    weight = coded(name, 200, 512)  # the last tile of outputs is a part of one
-    inputs = torch.randn(rows, 512, device="cuda").bfloat16()
-    bias = torch.randn(200, device="cuda").bfloat16()
-    assert multiplies(inputs, weight)
-    exact = inputs.double() @ weight.dequantized(torch.bfloat16).double().t() + bias.double()
-    found = multiply(inputs, weight, bias)
-    # float32 sums, rounded once
-    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=2e-3)
+    # 4 tiles of columns are one sum; 8 and 9 are two, of which 9 have uneven ones
+    monkeypatch.setattr(kernels, "num_processors", lambda device: 132)
+    weight = coded(name, 200, columns)  # the last tile of outputs is a part of one
+    inputs = torch.randn(rows, columns, device="cuda").bfloat16()
+    assert kernels.multiplies(inputs, weight) == (rows <= kernels.FEW_ROWS)
+    exact = inputs.double() @ weight.dequantized(torch.bfloat16).double().t()
+    for bias in (None, torch.randn(200, device="cuda").bfloat16()):
+        sums = exact if bias is None else exact + bias.double()
+        found = kernels.multiply(inputs, weight, bias)
+        # float32 sums, rounded once
+        torch.testing.assert_close(found.double(), sums, rtol=2**-8, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_split_product_is_the_same_each_time_and_in_a_graph(name: str) -> None:
+    from trustbatch.models.quantization.kernels import multiply
+    from trustbatch.models.quantization.tiles import Tile
+
+    weight = coded(name, 512, 4096)
+    inputs = torch.zeros(8, 4096, device="cuda").bfloat16()
+    tile = Tile(splits=8)
+    multiply(inputs, weight, None, tile)  # compiles the kernels, which a capture can't
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = multiply(inputs, weight, None, tile)
+    for _ in range(20):
+        inputs.normal_()
+        first = multiply(inputs, weight, None, tile)
+        graph.replay()
+        assert torch.equal(first, found)
 
 
 @pytest.mark.parametrize("name", NAMES)

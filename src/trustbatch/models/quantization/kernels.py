@@ -7,38 +7,29 @@ Both have the numbers of `Codes.dequantized` on a CPU, so that all products have
 # pyright: reportMissingImports=false
 # (Triton comes with torch on machines with a GPU; it types kernels as plain functions)
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from trustbatch.models.quantization.formats import NF4_BLOCK, NF4_LEVELS, Codes, nf4_levels
+from trustbatch.models.quantization.tiles import (
+    SMALLEST_DOT,
+    Tile,
+    num_processors,
+    num_splits,
+    tile_for,
+    without_empty,
+)
 
 BYTES_AT_ONCE = 1024
 """of a row, in one program of `dequantize`"""
-SMALLEST_DOT = 16
-"""rows that a tensor-core product has at least"""
+OUTPUTS_AT_ONCE = 512
+"""of a row, in one program of `_add_splits`"""
 LARGEST_ROWS = 64
 FEW_ROWS = 64
 """with more rows, `multiply` is slower than a product after `dequantize`"""
 _HALF: tl.constexpr = tl.constexpr(NF4_BLOCK // 2)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How `multiply` divides its work."""
-
-    outputs: int = 64
-    columns: int = 128
-    warps: int = 4
-    stages: int = 4
-
-
-def tile_for(num_rows: int) -> Tile:
-    """Return the fastest tile that was measured."""
-    return Tile(outputs=32) if num_rows <= SMALLEST_DOT else Tile()
 
 
 def _nf4_assembly() -> str:
@@ -171,21 +162,27 @@ def _multiply(
     BLOCK: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum products of tiles: weights [OUTPUTS, COLUMNS] @ rows [COLUMNS, ROWS]."""
+    """Sum products of tiles: weights [OUTPUTS, COLUMNS] @ rows [COLUMNS, ROWS].
+
+    Of several splits, each has a share of the columns and a matrix of `out` for its sums.
+    """
+    split, share = tl.program_id(2), tl.cdiv(tl.cdiv(width, COLUMNS), tl.num_programs(2))
+    begin = split * share * COLUMNS
+    end = tl.minimum(begin + share * COLUMNS, width)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     has_output, has_row = (output < num_outputs)[:, None], (row < num_rows)[None, :]
     output, row = output.to(tl.int64)[:, None], row.to(tl.int64)[None, :]
     dtype = rows.dtype.element_ty
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for start in range(0, width, COLUMNS):
+    for start in range(begin, end, COLUMNS):
         own_scales = scales + output * num_blocks + start // BLOCK
         if FORMAT == "nf4":
             blocks: tl.constexpr = COLUMNS // BLOCK
             at = tl.arange(0, COLUMNS // 2)
-            code = tl.load(
-                codes + output * (width // 2) + (start // 2 + at)[None, :], mask=has_output, other=0
-            )
+            # a multiple of 32 to the compiler, unlike half of the width: reads of 16 bytes
+            own_codes = codes + output * (num_blocks * _HALF) + start // 2
+            code = tl.load(own_codes + at[None, :], mask=has_output, other=0)
             scale = tl.load(own_scales + tl.arange(0, blocks)[None, :], mask=has_output, other=0.0)
             scale = tl.broadcast_to(scale[:, :, None], (OUTPUTS, blocks, _HALF))
             scale = tl.reshape(scale, (OUTPUTS, COLUMNS // 2))
@@ -202,7 +199,25 @@ def _multiply(
             total = tl.dot(_scaled(_byte_level(code, FORMAT), scale, dtype), part, total)
     if bias is not None:
         total += tl.load(bias + output, mask=has_output, other=0.0).to(tl.float32)
-    tl.store(out + row * num_outputs + output, total.to(dtype), mask=has_output & has_row)
+    own_out = out + (split * num_rows + row) * num_outputs
+    tl.store(own_out + output, total.to(out.dtype.element_ty), mask=has_output & has_row)
+
+
+@triton.jit
+def _add_splits(
+    sums, bias, out, num_rows, num_outputs, SPLITS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Add the sums of splits [SPLITS, rows, outputs] in their order, and the bias."""
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    has_output = output < num_outputs
+    total = tl.zeros([SIZE], tl.float32)
+    for split in tl.static_range(SPLITS):  # reads do not wait for one another
+        own = sums + (split * num_rows + row) * num_outputs
+        total += tl.load(own + output, mask=has_output, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + output, mask=has_output, other=0.0).to(tl.float32)
+    tl.store(out + row * num_outputs + output, total.to(out.dtype.element_ty), mask=has_output)
 
 
 def multiplies(rows: Tensor, weight: Codes) -> bool:
@@ -216,17 +231,22 @@ def multiplies(rows: Tensor, weight: Codes) -> bool:
 def multiply(rows: Tensor, weight: Codes, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
     """Return rows [n, in] @ weight.T [in, out] + bias, without a de-quantized copy."""
     tile = tile or tile_for(len(rows))
-    num_outputs = len(weight.codes)
-    out = rows.new_empty(len(rows), num_outputs)
-    rows_at_once = min(max(triton.next_power_of_2(len(rows)), SMALLEST_DOT), LARGEST_ROWS)
-    _multiply[(triton.cdiv(num_outputs, tile.outputs), triton.cdiv(len(rows), rows_at_once))](
+    num_rows, num_outputs = len(rows), len(weight.codes)
+    rows_at_once = min(max(triton.next_power_of_2(num_rows), SMALLEST_DOT), LARGEST_ROWS)
+    grid = triton.cdiv(num_outputs, tile.outputs), triton.cdiv(num_rows, rows_at_once)
+    splits = _splits(grid[0] * grid[1], weight, tile)
+    out = rows.new_empty(num_rows, num_outputs)
+    sums = out
+    if splits > 1:
+        sums = rows.new_empty(splits, num_rows, num_outputs, dtype=torch.float32)
+    _multiply[(*grid, splits)](
         rows.contiguous(),
         weight.codes,
         weight.scales,
         _levels(weight, rows.dtype),
-        bias,
-        out,
-        len(rows),
+        bias if splits == 1 else None,
+        sums,
+        num_rows,
         num_outputs,
         weight.columns,
         weight.scales.shape[1],
@@ -238,4 +258,17 @@ def multiply(rows: Tensor, weight: Codes, bias: Tensor | None, tile: Tile | None
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    if splits > 1:
+        _add_splits[(num_rows, triton.cdiv(num_outputs, OUTPUTS_AT_ONCE))](
+            sums, bias, out, num_rows, num_outputs, SPLITS=splits, SIZE=OUTPUTS_AT_ONCE
+        )
     return out
+
+
+def _splits(num_tiles: int, weight: Codes, tile: Tile) -> int:
+    """Return by how many programs each tile of the result is computed."""
+    column_tiles = triton.cdiv(weight.columns, tile.columns)
+    splits = tile.splits
+    if splits is None:
+        splits = num_splits(num_tiles, column_tiles, num_processors(weight.codes.device))
+    return without_empty(splits, column_tiles)

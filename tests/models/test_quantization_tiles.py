@@ -1,0 +1,57 @@
+"""Into how many sums over columns the product of few rows is split."""
+
+import pytest
+import torch
+
+from trustbatch.models.quantization.tiles import num_processors, num_splits, without_empty
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "column_tiles", "expected"),
+    [
+        (396, 1000, 1),  # 3 for each of 132
+        (395, 1000, 2),
+        (64, 96, 8),  # 4,096 x 12,288: 64 * 4 = 256 are too few, 512 are enough
+        (80, 136, 8),  # 5,120 x 17,408: 320, 640
+        (544, 40, 1),  # 34,816 x 5,120
+        (1, 1000, 16),  # not 512
+        (1, 32, 8),  # 4 tiles of columns in each
+        (1, 31, 4),
+        (1, 8, 2),
+        (1, 7, 1),
+        (1, 1, 1),
+    ],
+)
+def test_programs_are_enough_for_the_gpu(num_tiles: int, column_tiles: int, expected: int) -> None:
+    assert num_splits(num_tiles, column_tiles, num_processors=132) == expected
+
+
+def test_a_smaller_gpu_has_fewer_splits() -> None:
+    assert num_splits(64, 96, num_processors=21) == 1  # 63 are enough
+    assert num_splits(64, 96, num_processors=22) == 2  # 66
+    assert num_splits(3, 96, num_processors(torch.device("cpu"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("splits", "column_tiles", "expected"),
+    [
+        (1, 5, 1),
+        (2, 5, 2),  # 3 and 2
+        (4, 10, 4),  # 3, 3, 3 and 1
+        (8, 9, 5),  # 2 in each of four, and 1
+        (16, 4, 4),
+        (8, 136, 8),  # 17 each
+    ],
+)
+def test_no_split_is_empty(splits: int, column_tiles: int, expected: int) -> None:
+    assert without_empty(splits, column_tiles) == expected
+
+
+def test_splits_without_empty_ones_take_all_columns_in_equal_shares() -> None:
+    for column_tiles in range(1, 70):
+        for splits in range(1, 20):
+            found = without_empty(splits, column_tiles)
+            # a program knows the number of splits alone, and works out the share again
+            share = -(-column_tiles // found)
+            assert (found - 1) * share < column_tiles <= found * share
+            assert share == -(-column_tiles // splits)
