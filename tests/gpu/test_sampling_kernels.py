@@ -133,7 +133,7 @@ def test_rows_are_sampled_as_in_torch(num_tokens: int, options: dict[str, object
 
 
 def test_as_many_most_likely_tokens_as_the_kernel_sorts_and_a_position_for_all() -> None:
-    logits, keys = some_logits(2, 700), some_keys(4)[::2]
+    logits, keys = some_logits(4, 700) / 8, some_keys(8)[::2]
     options = params(top_logprobs=MOST_IN_KERNEL)
     check(sample_rows(logits, keys, 7, options), logits, keys, 7, options)
 
@@ -171,6 +171,22 @@ def test_tokens_without_probability_are_never_sampled() -> None:
     keys = keys_of([0.0, 1 - 2**-52] * 2, position=0)
     found = sample_rows(logits, keys, 0, params())
     assert found.token_ids.tolist() == [140, 249, 140, 140]
+
+
+def test_rounding_leads_to_no_token_that_is_next_to_impossible() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(8, 128, device=DEVICE)
+    logits[:, -1] = -60
+    found = sample_rows(logits, keys_of([1 - 2**-52] * 8, position=0), 0, params())
+    assert int(found.token_ids.max()) < 127
+
+
+def test_blocks_whose_largest_logits_are_both_zeros_are_equal() -> None:
+    logits = torch.full((1, 3 * BLOCK), -5.0, device=DEVICE)
+    logits[0, 7], logits[0, BLOCK + 2], logits[0, 2 * BLOCK] = -0.0, 0.0, 0.0
+    found = sample_rows(logits, some_keys(1), 0, params(top_logprobs=2))
+    assert found.top_token_ids is not None
+    assert found.top_token_ids.tolist() == [[7, BLOCK + 2]]
 
 
 @pytest.mark.parametrize("num_tokens", [20, 300])

@@ -68,7 +68,6 @@ def _invert(uniform, logits, factor, masses, largest, BLOCKS: tl.constexpr, BLOC
     within = tl.cumsum(masses_inside, 0)
     # the block's own sum is rounded differently, but must not end before the target
     rest = tl.minimum(target - before, tl.max(within, 0) * (1 - 2.0**-50))
-    rest = tl.maximum(rest, 0.0)
     return block * BLOCK + _first_above(masses_inside, within, rest, BLOCK)
 
 
