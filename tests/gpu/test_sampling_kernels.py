@@ -110,6 +110,7 @@ def check(
         assert torch.equal(found.top_token_ids, top)
         close(found.top_logp, logp.gather(-1, top))
     if options.records_anchor:
+        assert options.anchor_temperature is not None
         anchor = (logits.double() / options.anchor_temperature).log_softmax(-1)
         assert found.anchor_logp is not None
         close(found.anchor_logp, anchor.gather(-1, tokens).squeeze(-1))
