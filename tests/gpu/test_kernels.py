@@ -59,14 +59,14 @@ def test_block_statistics_with_excluded_tokens_and_blocks() -> None:
     logits = torch.randn(3, 70, BLOCK, device=DEVICE) * 5
     logits[0, 3] = -torch.inf
     logits[1, 5, 17:] = -torch.inf
-    maxima, sums = kernels.block_statistics(logits, 0.7)
+    (maxima,), (sums,) = kernels.block_statistics(logits, 0.7)
     torch.testing.assert_close(maxima, logits.amax(-1) / 0.7)
     # a block of excluded tokens only has maximum -inf, and sum 0
     expected = torch.logsumexp(logits / 0.7, -1)
     torch.testing.assert_close(sums.log() + maxima, expected)
     assert sums[0, 3] == 0
     logits[2, 69, 3] = torch.nan
-    assert bool(kernels.block_statistics(logits, 0.7)[1][2, 69].isnan())
+    assert bool(kernels.block_statistics(logits, 0.7)[1][0, 2, 69].isnan())
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no e4m3")

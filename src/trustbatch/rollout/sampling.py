@@ -16,10 +16,12 @@ from trustbatch.errors import DivergedError
 from trustbatch.rollout.token_blocks import VocabularyBlocks
 from trustbatch.types import SamplingParams
 
-_GOLDEN, _MIX_1, _MIX_2 = (
+GOLDEN, MIX_1, MIX_2 = (
     constant - 2**64  # as two's complement: torch has no unsigned 64-bit multiplication
     for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
+MOST_IN_KERNEL = 32
+"""most likely tokens that the kernel sorts in registers"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,9 @@ def sample_key(seed: int, version: int, prompt_id: str, sample: int, turn: int =
 def uniforms(keys: Tensor, position: int | Tensor) -> Tensor:
     """Return the position-th number of each stream, [B] float64 in [0, 1): SplitMix64."""
     steps = torch.as_tensor(position, device=keys.device) + 1
-    z = keys + steps * _GOLDEN  # int64 products wrap around, as the generator needs
-    z = (z ^ _shift_right(z, 30)) * _MIX_1
-    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    z = keys + steps * GOLDEN  # int64 products wrap around, as the generator needs
+    z = (z ^ _shift_right(z, 30)) * MIX_1
+    z = (z ^ _shift_right(z, 27)) * MIX_2
     z = z ^ _shift_right(z, 31)
     # 52 bits: u * total then stays below total in float64, and the inverse CDF inside its range
     return _shift_right(z, 12).double() * 2.0**-52
@@ -129,8 +131,24 @@ def sample_tokens(
     There is no synchronization with the device. Logits that are not finite give a log-prob of NaN,
     which `refuse_divergence` finds once the log-probs are on the host.
     """
+    if logits.is_cuda and not _needs_all(sampling) and sampling.top_logprobs <= MOST_IN_KERNEL:
+        from trustbatch.rollout.native.sampling_kernels import sample_rows
+
+        return sample_rows(logits, keys, position, sampling)
+    return sample_in_torch(logits, keys, position, sampling)
+
+
+def _needs_all(sampling: SamplingParams) -> bool:
+    """Whether the distribution is known only after all tokens have been compared."""
+    return sampling.temperature == 0 or sampling.top_k > 0 or sampling.top_p < 1.0
+
+
+def sample_in_torch(
+    logits: Tensor, keys: Tensor, position: int | Tensor, sampling: SamplingParams
+) -> SampledTokens:
+    """Do the same in plain torch, for any parameters: some 70 small kernels on a GPU."""
     by_probability = None
-    if sampling.temperature == 0 or sampling.top_k or sampling.top_p < 1.0:
+    if _needs_all(sampling):
         logp, by_probability = _truncate(logits, sampling)
         blocks = VocabularyBlocks(logp, 1.0)
     else:

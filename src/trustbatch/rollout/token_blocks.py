@@ -12,21 +12,26 @@ BLOCK = 128
 """tokens in a block"""
 
 
+def in_blocks(logits: Tensor) -> Tensor:
+    """Return logits [B, V] as [B, n, BLOCK], with -inf after the vocabulary."""
+    num_tokens = logits.shape[-1]
+    if num_tokens % BLOCK:
+        logits = torch.nn.functional.pad(logits, (0, -num_tokens % BLOCK), value=-torch.inf)
+    return logits.view(len(logits), -1, BLOCK)
+
+
 class VocabularyBlocks:
     """softmax(logits / temperature) of each row of logits [B, V]."""
 
     def __init__(self, logits: Tensor, temperature: float) -> None:
-        num_tokens = logits.shape[-1]
-        if num_tokens % BLOCK:
-            logits = torch.nn.functional.pad(logits, (0, -num_tokens % BLOCK), value=-torch.inf)
-        self.num_tokens = num_tokens
+        self.num_tokens = logits.shape[-1]
         self.temperature = temperature
-        self.logits = logits.view(len(logits), -1, BLOCK)
+        self.logits = in_blocks(logits)
         if logits.is_cuda:
             from trustbatch.rollout.native.kernels import block_statistics
 
             # [B, V / BLOCK] maxima of logits / temperature, and sums of exp(that - maximum)
-            self.maxima, sums = block_statistics(self.logits, temperature)
+            (self.maxima,), (sums,) = block_statistics(self.logits, temperature)
             self.largest = self.maxima.amax(-1, keepdim=True)
             self.masses = sums.double() * (self.maxima - self.largest).double().exp()
         else:

@@ -64,32 +64,56 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _block_statistics(logits, maxima, sums, factor, row_stride, num_blocks, BLOCK: tl.constexpr,
-                      BLOCKS: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = blocks < num_blocks
-    offsets = row * row_stride + blocks[:, None] * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + offsets, mask=inside[:, None], other=0.0).to(tl.float32) * factor
+def _store_statistics(x, maxima, sums, offsets, inside):
     largest = tl.max(x, 1)
     finite = tl.where(largest == -float("inf"), 0.0, largest)
     # a maximum skips NaN, a sum does not: it must reach the host
     total = tl.sum(tl.exp(x - finite[:, None]), 1)
-    tl.store(maxima + row * num_blocks + blocks, largest, mask=inside)
-    tl.store(sums + row * num_blocks + blocks, total, mask=inside)
+    tl.store(maxima + offsets, largest, mask=inside)
+    tl.store(sums + offsets, total, mask=inside)
 
 
-def block_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return maxima of logits / temperature [B, n] over blocks [B, n, BLOCK], and sums of exp."""
+@triton.jit
+def _block_statistics(logits, maxima, sums, factor, second_factor, third_factor, row_stride,
+                      num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = blocks < num_blocks
+    x = tl.load(
+        logits + row * row_stride + blocks[:, None] * BLOCK + tl.arange(0, BLOCK),
+        mask=inside[:, None],
+        other=0.0,
+    ).to(tl.float32)
+    num_all = tl.num_programs(0).to(tl.int64) * num_blocks
+    offsets = row * num_blocks + blocks
+    _store_statistics(x * factor, maxima, sums, offsets, inside)
+    if second_factor is not None:
+        _store_statistics(x * second_factor, maxima, sums, num_all + offsets, inside)
+    if third_factor is not None:
+        _store_statistics(x * third_factor, maxima, sums, 2 * num_all + offsets, inside)
+
+
+def block_statistics(logits: Tensor, *temperatures: float) -> tuple[Tensor, Tensor]:
+    """Return maxima and sums of exp [T, B, n] over blocks [B, n, BLOCK] of logits.
+
+    Divided by up to three temperatures, for which the logits are read once.
+    """
     num_rows, num_blocks, block = logits.shape
-    maxima = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
+    shape = (len(temperatures), num_rows, num_blocks)
+    maxima = torch.empty(shape, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(maxima)
+    factors = [*(reciprocal(temperature) for temperature in temperatures), None, None]
     blocks_each = 32
     _block_statistics[(num_rows, triton.cdiv(num_blocks, blocks_each))](
-        logits, maxima, sums, 1.0 / temperature, logits.stride(0), num_blocks,
+        logits, maxima, sums, *factors[:3], logits.stride(0), num_blocks,
         BLOCK=block, BLOCKS=blocks_each,
     )  # fmt: skip
     return maxima, sums
+
+
+def reciprocal(temperature: float) -> float:
+    """Return 1 / temperature in float32: torch multiplies by it to divide on a GPU."""
+    return (1 / torch.tensor(temperature, device="cpu")).item()
 
 
 @triton.jit
