@@ -11,6 +11,7 @@ SECONDS_BETWEEN = 0.05
 class MemoryWatch:
     """Asks the device again and again in a thread; without a GPU there is nothing to tell.
 
+    It does not ask before somebody else uses the GPU: torch's allocator is configured by then.
     What the device says holds for all processes and all libraries on it, CUDA's own context and
     memory that torch keeps for later included. It is what must be free for the run to fit.
     """
@@ -25,12 +26,12 @@ class MemoryWatch:
     def restart(self) -> None:
         """Forget the peaks so far."""
         self._most_used = 0
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
 
     def peaks_gib(self) -> dict[str, float]:
         """Return the peaks since the last restart: device, torch_reserved, torch_allocated."""
-        if not torch.cuda.is_available():
+        if not torch.cuda.is_initialized():
             return {}
         self._ask()
         return {
@@ -45,7 +46,8 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._stop.wait(SECONDS_BETWEEN):
-            self._ask()
+            if torch.cuda.is_initialized():
+                self._ask()
 
     def _ask(self) -> None:
         free, total = torch.cuda.mem_get_info()

@@ -24,6 +24,7 @@ def scripts() -> Any:
         import memory_gpu  # pyright: ignore[reportMissingImports]
         import qwen3_shapes  # pyright: ignore[reportMissingImports]
         import step_gpu  # pyright: ignore[reportMissingImports]
+        import step_profile  # pyright: ignore[reportMissingImports]
         import train_flops  # pyright: ignore[reportMissingImports]
         import train_gpu  # pyright: ignore[reportMissingImports]
         import worker_process  # pyright: ignore[reportMissingImports]
@@ -32,6 +33,7 @@ def scripts() -> Any:
     return SimpleNamespace(
         memory=memory_gpu,
         step=step_gpu,
+        profile=step_profile,
         train=train_gpu,
         flops=train_flops,
         shapes=qwen3_shapes,
@@ -153,6 +155,24 @@ def test_operations_are_those_that_torch_counts(
     norms = sum(each.numel() for each in network.parameters() if each.dim() == 1)
     elementwise = (4 if is_frozen else 6) * norms * LENGTH
     assert counter.get_total_flops() == counted + masked - elementwise
+
+
+def test_a_step_is_profiled(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["--shape", "tiny", "--prompts", "2", "--samples", "2", "--tokens", "8"]
+    options = ["--warm-up", "1", "--micro-batch-tokens", "64", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["step_profile.py", *sizes, *options])
+    scripts.profile.main()
+    for phase in ("generate", "train"):
+        assert "Self C" in (tmp_path / f"step_profile-{phase}.txt").read_text()
+
+
+def test_gaps_between_kernels_that_overlap(scripts: Any) -> None:
+    # busy from 10 to 15, from 18 to 40 and from 140 to 141
+    spans = [(140.0, 141.0, "d"), (10.0, 15.0, "a"), (18.0, 40.0, "b"), (19.0, 22.0, "c")]
+    busy, gaps = scripts.profile.gaps_of(spans)
+    assert busy == 5 + 22 + 1
+    assert [(gap.begin, gap.length, gap.before) for gap in gaps] == [(5, 3, "b"), (30, 100, "d")]
+    assert scripts.profile.by_class(gaps) == {0: 0, 1: 3, 10: 0, 100: 100, 1000: 0, 10_000: 0}
 
 
 def test_the_memory_of_a_limited_process(scripts: Any, tmp_path: Path) -> None:

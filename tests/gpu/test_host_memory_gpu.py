@@ -1,6 +1,9 @@
 """Offload and a limit on memory, on a real GPU."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from tests.support.training_cases import sample_sequences, train
 
 from trustbatch.models.policy import Policy
 from trustbatch.training.host_memory import MAX_WRITING, HostActivations
-from trustbatch.utils.cuda_memory import CUDA_OVERHEAD, GIB, free_memory, limit_memory
+from trustbatch.utils.cuda_memory import CUDA_OVERHEAD, GIB, VARIABLES, free_memory, limit_memory
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -81,6 +84,22 @@ def test_saved_tensors_leave_the_device_and_come_back_unchanged() -> None:
         gradient, kept = run(HostActivations())
         assert torch.equal(gradient, expected)
         assert kept <= 1 + MAX_WRITING
+
+
+def test_segments_are_expandable_also_where_the_gpu_is_in_use_already() -> None:
+    code = """
+import torch
+from trustbatch.utils.cuda_memory import enable_expandable_segments
+before = torch.empty(2**26, device="cuda")
+enable_expandable_segments()
+after = torch.empty(2**26, device="cuda")
+print([segment["is_expandable"] for segment in torch.cuda.memory_snapshot()])
+"""
+    environment = {name: text for name, text in os.environ.items() if name not in VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert sorted(done.stdout.strip("[]\n").split(", ")) == ["False", "True"]
 
 
 @pytest.mark.usefixtures("limited")

@@ -144,19 +144,24 @@ def test_the_engine_has_no_other_weights(tiny_folder: Path, name: str) -> None:
     assert taken[0] - taken[1] < num_weights  # a copy in bfloat16 would be twice as much
 
 
-def test_compiled_layers_have_the_same_gradients(tiny_folder: Path) -> None:
+def test_compiled_layers_have_gradients_as_exact(tiny_folder: Path) -> None:
     """Not the same weights after a step: Adam makes as much of rounding as of a gradient."""
-    policies = [quantized_policy(tiny_folder, "nf4") for _ in range(2)]
-    sequences = sample_sequences(policies[0])
-    compile_layers(policies[1].model)
+    exact, plain, compiled = (
+        quantized_policy(tiny_folder, "nf4", precision=precision)
+        for precision in ("float32", "bfloat16", "bfloat16")
+    )
+    sequences = sample_sequences(exact)
+    compile_layers(compiled.model)
     gradients = []
-    for policy in policies:
+    for policy in (exact, plain, compiled):
         generator = torch.Generator("cuda").manual_seed(0)
         for _, parameter in policy.trained_parameters():  # B too, or A has no gradient
             parameter.data.normal_(std=0.05, generator=generator)
-        trainer = make_trainer(policy)
+        trainer = make_trainer(policy, objective={"name": "reinforce"})  # which clips no token
         found = watch_gradients(trainer)
         trainer.train(sequences)
         gradients.append(flat(found))
-    first, second = gradients
-    assert float((first - second).norm() / first.norm()) < 0.05
+    of_plain, of_compiled = (
+        float((each - gradients[0]).norm() / gradients[0].norm()) for each in gradients[1:]
+    )
+    assert 0 < of_compiled < 1.5 * of_plain < 0.2

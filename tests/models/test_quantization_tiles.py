@@ -9,11 +9,11 @@ from trustbatch.models.quantization.tiles import num_processors, num_splits, wit
 @pytest.mark.parametrize(
     ("num_tiles", "column_tiles", "expected"),
     [
-        (396, 1000, 1),  # 3 for each of 132
-        (395, 1000, 2),
-        (64, 96, 8),  # 4,096 x 12,288: 64 * 4 = 256 are too few, 512 are enough
-        (80, 136, 8),  # 5,120 x 17,408: 320, 640
-        (544, 40, 1),  # 34,816 x 5,120
+        (792, 1000, 1),  # 6 for each of 132
+        (791, 1000, 2),
+        (64, 96, 16),  # 4,096 x 12,288: 64 * 8 = 512 are too few, 1,024 are enough
+        (80, 136, 16),  # 5,120 x 17,408: 640, 1,280
+        (544, 40, 2),  # 34,816 x 5,120
         (1, 1000, 16),  # not 512
         (1, 32, 8),  # 4 tiles of columns in each
         (1, 31, 4),
@@ -27,9 +27,9 @@ def test_programs_are_enough_for_the_gpu(num_tiles: int, column_tiles: int, expe
 
 
 def test_a_smaller_gpu_has_fewer_splits() -> None:
-    assert num_splits(64, 96, num_processors=21) == 1  # 63 are enough
-    assert num_splits(64, 96, num_processors=22) == 2  # 66
-    assert num_splits(3, 96, num_processors(torch.device("cpu"))) == 1
+    assert num_splits(64, 96, num_processors=10) == 1  # 60 are enough
+    assert num_splits(64, 96, num_processors=11) == 2  # 66
+    assert num_splits(3, 96, num_processors(torch.device("cpu"))) == 2  # 6
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A limit on a GPU's memory, and what is free below it, with numbers in place of a GPU."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,15 @@ import torch
 
 from trustbatch.build import policies
 from trustbatch.config import parse_config
-from trustbatch.utils.cuda_memory import GIB, free_memory, limit_memory, usable_memory
+from trustbatch.utils.cuda_memory import (
+    EXPANDABLE,
+    GIB,
+    VARIABLES,
+    enable_expandable_segments,
+    free_memory,
+    limit_memory,
+    usable_memory,
+)
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -56,3 +65,23 @@ def test_the_configuration_s_limit_is_set_before_a_model_is_loaded(
     model = {"name": str(tiny_folder), "device": "cpu", "gpu_memory_limit_gib": 24}
     policies.load_model(parse_config({"model": model, "task": {"name": "arithmetic"}}))
     assert limits == [(24.0, "cpu")]
+
+
+@pytest.mark.parametrize("is_in_use", [False, True])
+@pytest.mark.parametrize("given", [None, *VARIABLES])
+def test_expandable_segments_are_enabled_unless_the_user_has_said_something(
+    is_in_use: bool, given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator reads the variable at the GPU's first use, and must be told after it."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_in_use)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    if given:
+        monkeypatch.setenv(given, "max_split_size_mb:512")
+    enable_expandable_segments()
+    set_now = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    assert set_now == ({given: "max_split_size_mb:512"} if given else {VARIABLES[0]: EXPANDABLE})
+    assert told == ([EXPANDABLE] if is_in_use and not given else [])

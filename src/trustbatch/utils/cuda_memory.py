@@ -9,18 +9,21 @@ CUDA_OVERHEAD = 1.0 * GIB
 """bytes per GPU outside of torch: CUDA's context, kernels and library workspaces"""
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """environment variables that configure the allocator: the new name, and the deprecated one"""
+EXPANDABLE = "expandable_segments:True"
 
 
 def enable_expandable_segments() -> None:
     """Let all tensor sizes share one memory range, unless the user has configured the allocator.
 
     Generation and training alternate with tensors of very different sizes: in separate segments,
-    the memory that one leaves free cannot be used by the other. The setting takes effect only
-    before the first use of the GPU. vLLM cannot use it, since it shares memory with other
-    processes.
+    the memory that one leaves free cannot be used by the other. vLLM cannot use it, since it shares
+    memory with other processes.
     """
-    if not any(name in os.environ for name in VARIABLES):
-        os.environ[VARIABLES[0]] = "expandable_segments:True"
+    if any(name in os.environ for name in VARIABLES):
+        return
+    os.environ[VARIABLES[0]] = EXPANDABLE
+    if torch.cuda.is_initialized():  # which has read the variable already
+        torch._C._accelerator_setAllocatorSettings(EXPANDABLE)
 
 
 def limit_memory(gib: float, device: torch.device) -> None:

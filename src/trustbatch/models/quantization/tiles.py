@@ -7,7 +7,7 @@ import torch
 
 SMALLEST_DOT = 16
 """rows that a tensor-core product has at least"""
-FEWEST_PROGRAMS = 3
+FEWEST_PROGRAMS = 6
 """for each multiprocessor, so that some of them read while others compute"""
 MAX_SPLITS = 16
 FEWEST_TILES = 4
@@ -22,20 +22,20 @@ class Tile:
     columns: int = 128
     """that it multiplies at once"""
     warps: int = 4
-    stages: int = 4
+    stages: int = 2
     splits: int | None = None
     """programs that divide the columns among them; None is as many as `num_splits` says"""
 
 
 def tile_for(num_rows: int) -> Tile:
     """Return the fastest tile that was measured."""
-    return Tile(outputs=32) if num_rows <= SMALLEST_DOT else Tile()
+    return Tile(outputs=32, stages=4) if num_rows <= SMALLEST_DOT else Tile()
 
 
 def num_splits(num_tiles: int, column_tiles: int, num_processors: int) -> int:
     """Return by how many programs each tile of the result is computed, a power of two.
 
-    There are 3 to 6 programs for each multiprocessor, or more where the tiles are enough alone.
+    There are 6 to 12 programs for each multiprocessor, or more where the tiles are enough alone.
     """
     splits = 1
     while num_tiles * splits < FEWEST_PROGRAMS * num_processors and 2 * splits <= min(

@@ -420,11 +420,11 @@ def attend(
         PADDED=_padded(group),
         SPLITS=splits,
         SHARED_SPLITS=shared_splits,
-        # FP8 takes more instructions than memory: small programs leave room for more of them
-        STEP=page // 2 if pages.is_fp8 else page,
-        num_warps=1 if pages.is_fp8 else 4,
-        num_stages=3 if pages.is_fp8 else 2,
+        STEP=page // 2,
         **sizes,
+        # FP8 takes more instructions than memory: small programs leave room for more of them
+        num_warps=1 if pages.is_fp8 else 2,
+        num_stages=3 if pages.is_fp8 else 2,
     )
     if splits > 1:
         _combine[(num_rows * num_heads,)](
