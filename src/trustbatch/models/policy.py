@@ -28,6 +28,7 @@ from trustbatch.models.quantization.layer import quantization_of, quantized_laye
 from trustbatch.models.rounding import has_rounded_weights, round_weights
 from trustbatch.models.tokenization import (
     count_prompt_tokens,
+    decode_all,
     encode_prompt,
     refuse_other_vocabulary,
     stop_token_ids_of,
@@ -266,12 +267,8 @@ class Policy:
         return count_prompt_tokens(self.tokenizer, prompts)
 
     def decode(self, token_ids: Sequence[Tensor]) -> list[str]:
-        """Turn completions into text, without special tokens.
-
-        Of lists the tokenizer would look at every number, which takes longer than decoding them.
-        """
-        sequences: Any = list(token_ids)  # which its annotation leaves out
-        return self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+        """Turn completions into text, without special tokens."""
+        return decode_all(self.tokenizer, token_ids)
 
 
 def _inputs(input_ids: Tensor, packed: PackedLayout | None) -> dict[str, Any]:

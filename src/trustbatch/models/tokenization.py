@@ -1,11 +1,11 @@
 """Tokens of a model: prompts encoded and padded, stop tokens, and comparison of vocabularies."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trustbatch.errors import ConfigError, TokenizerError, first_line
 from trustbatch.types import Prompt
@@ -117,6 +117,29 @@ def encode_text(
             f"no token for some character ({first_line(error)}): leave the prompt out, or choose "
             "another model."
         ) from error
+
+
+def decode_all(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Tensor]) -> list[str]:
+    """Return the texts of completions, without special tokens; by all cores where that is possible.
+
+    `batch_decode` calls the tokenizers library once for each of them.
+    """
+    if not _decodes_alone(tokenizer):
+        # of lists it would look at every number, which takes longer than decoding them
+        sequences: Any = list(token_ids)  # which its annotation leaves out
+        return tokenizer.batch_decode(sequences, skip_special_tokens=True)
+    numbers = [ids.tolist() for ids in token_ids]
+    return tokenizer.backend_tokenizer.decode_batch(numbers, skip_special_tokens=True)
+
+
+def _decodes_alone(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[PreTrainedTokenizerFast]:
+    """Whether the text is what the tokenizers library says, with nothing done to it afterwards."""
+    return (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+        and type(tokenizer).decode is PreTrainedTokenizerFast.decode
+        and not tokenizer.clean_up_tokenization_spaces
+    )
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
