@@ -11,7 +11,7 @@ SECONDS_BETWEEN = 0.05
 class MemoryWatch:
     """Asks the device again and again in a thread; without a GPU there is nothing to tell.
 
-    It does not ask before somebody else uses the GPU: torch's allocator is configured by then.
+    It does not ask before this process uses the GPU: torch's allocator is configured by then.
     What the device says holds for all processes and all libraries on it, CUDA's own context and
     memory that torch keeps for later included. It is what must be free for the run to fit.
     """

@@ -65,7 +65,7 @@ def test_a_split_product_multiplies_the_same_numbers(
     exact = inputs.double() @ weight.dequantized(DTYPE).double().t()
     if bias is not None:
         exact += bias.double()
-    found = kernels.multiply(inputs, weight, bias, replace(tile_for(rows), splits=splits))
+    found = kernels.multiply(inputs, weight, bias, replace(tile_for(rows, name), splits=splits))
     close(found, exact)
 
 
@@ -91,7 +91,7 @@ def test_a_result_is_rounded_once(splits: int) -> None:
     inputs[0, 512:] = -4
     inputs[1, 512:] = 0
     bias = torch.zeros(OUTPUTS, dtype=HALF, device=DEVICE)
-    tile = replace(tile_for(2), splits=splits)
+    tile = replace(tile_for(2, "int8"), splits=splits)
     found = kernels.multiply(inputs, weight, bias, tile)
     assert bool((found[0] == 1).all())  # 2049 - 512 * 4
     found = kernels.multiply(inputs, weight, bias - 2048, tile)
@@ -101,7 +101,7 @@ def test_a_result_is_rounded_once(splits: int) -> None:
 def test_multiprocessors_decide_on_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, inputs = coded("int8", 1024), random(20, 1024)
     one, two = (
-        kernels.multiply(inputs, weight, None, replace(tile_for(20), splits=splits))
+        kernels.multiply(inputs, weight, None, replace(tile_for(20, "int8"), splits=splits))
         for splits in (1, 2)
     )
     assert not torch.equal(one, two)  # their sums round differently

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trustbatch.models.quantization.tiles import num_processors, num_splits, without_empty
+from trustbatch.models.quantization.tiles import num_processors, num_splits
 
 
 @pytest.mark.parametrize(
@@ -30,28 +30,3 @@ def test_a_smaller_gpu_has_fewer_splits() -> None:
     assert num_splits(64, 96, num_processors=10) == 1  # 60 are enough
     assert num_splits(64, 96, num_processors=11) == 2  # 66
     assert num_splits(3, 96, num_processors(torch.device("cpu"))) == 2  # 6
-
-
-@pytest.mark.parametrize(
-    ("splits", "column_tiles", "expected"),
-    [
-        (1, 5, 1),
-        (2, 5, 2),  # 3 and 2
-        (4, 10, 4),  # 3, 3, 3 and 1
-        (8, 9, 5),  # 2 in each of four, and 1
-        (16, 4, 4),
-        (8, 136, 8),  # 17 each
-    ],
-)
-def test_no_split_is_empty(splits: int, column_tiles: int, expected: int) -> None:
-    assert without_empty(splits, column_tiles) == expected
-
-
-def test_splits_without_empty_ones_take_all_columns_in_equal_shares() -> None:
-    for column_tiles in range(1, 70):
-        for splits in range(1, 20):
-            found = without_empty(splits, column_tiles)
-            # a program knows the number of splits alone, and works out the share again
-            share = -(-column_tiles // found)
-            assert (found - 1) * share < column_tiles <= found * share
-            assert share == -(-column_tiles // splits)

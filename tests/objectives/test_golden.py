@@ -378,3 +378,13 @@ def test_counts_are_of_measurable_tokens_and_their_sequences(measurable: list[bo
     for totals in (objective.counts(batch), objective.totals(batch)):
         assert (float(totals.num_tokens), float(totals.num_sequences)) == (len(left), len({*left}))
     assert torch.equal(objective.measurable(batch), torch.tensor(measurable, dtype=torch.bool))
+
+
+def test_measurable_is_what_the_resolved_objective_needs() -> None:
+    batch = to_batch(oracle.random_tokens(0, [4], top=3))
+    assert batch.behavior_top_logp is not None
+    batch.behavior_top_logp[1, 2] = nan
+    objective = build_objective("p3o", kl="auto")
+    assert objective.measurable(batch).tolist() == [True, False, True, True]
+    assert float(objective.counts(batch).num_tokens) == 3
+    assert objective(batch, objective.totals(batch)).num_tokens == 3

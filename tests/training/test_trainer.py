@@ -437,7 +437,6 @@ def test_totals_that_counted_unmeasurable_tokens_are_not_used(
     results = []
     for expects in (True, False):
         trainer = make_trainer(copy.deepcopy(policy), "p3o", micro_batch_tokens=60)
-        monkeypatch.setattr(type(trainer.objective), "estimates_totals", expects)
         monkeypatch.setattr(trainer, "_are_near", lambda *_: True)
         trainer._expects_measurable = expects
         results.append(trainer.train(sequences))

@@ -155,8 +155,7 @@ class Objective(ABC):
     @torch.no_grad()
     def counts(self, batch: TokenBatch) -> Totals:
         """Return the totals without what the objective itself needs; waits for no GPU."""
-        objective = self.resolved(has_top_logp=batch.top_logp is not None)
-        return _counts(batch.sequence, objective.measurable(batch))
+        return _counts(batch.sequence, self.measurable(batch))
 
     def __call__(
         self, batch: TokenBatch, totals: Totals, *, all_measurable: bool = False
@@ -205,14 +204,15 @@ class Objective(ABC):
 
     def measurable(self, batch: TokenBatch) -> Tensor:
         """[T] bool: tokens of which the loss can be computed."""
+        needs = self.resolved(has_top_logp=batch.top_logp is not None)
         compared: list[Tensor | None] = []
         if self.needs_proximal:
             compared.append(require(batch.proximal_logp, "proximal_logp", type(self).__name__))
         if self.reference_kl_coef:
             compared.append(batch.reference_logp)
-        if self.needs_top_logp:
+        if needs.needs_top_logp:
             compared.append(batch.behavior_top_logp)
-        if self.needs_anchor:
+        if needs.needs_anchor:
             compared += [batch.anchor_logp, batch.anchor_top_logp]
         return batch.measurable(*compared)
 

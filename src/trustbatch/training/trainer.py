@@ -73,7 +73,8 @@ class Trainer:
         self.num_optimizer_steps = 0
         self.num_consecutive_skips = 0
         self._expects_measurable = True
-        """whether all tokens of a step are taken to be measurable until its end"""
+        """whether all tokens of a step are taken to be measurable until its end; changes its speed
+        and nothing else"""
 
     def train(
         self,
@@ -209,11 +210,14 @@ class Trainer:
             totals = self._totals(batches, held, from_policy=from_policy)
         seen = _Seen(all_measurable=self._expects_measurable, keeps_totals=is_estimate)
         outputs = self._accumulate(batches, observer, held, totals, seen)
-        was_right = all(all_gather(seen.was_right()))
-        found = self._of_all_ranks(seen.totals) if is_estimate and was_right else None
+        if not all(all_gather(seen.was_right())):
+            self.optimizer.zero_grad(set_to_none=True)
+            self._expects_measurable = False
+            return self._gradient(batches, observer)  # as if it had been known from the start
+        found = self._of_all_ranks(seen.totals) if is_estimate else None
         counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
         # if not, the policy itself gave a non-finite log-prob, which the data alone does not show
-        fits = was_right and counted == int(totals.num_tokens)
+        fits = counted == int(totals.num_tokens)
         if not fits or (found is not None and not self._are_near(totals, found)):
             self.optimizer.zero_grad(set_to_none=True)
             totals = found or self._totals(batches, {}, from_policy=True)
@@ -234,8 +238,8 @@ class Trainer:
     ) -> list[ObjectiveOutput]:
         """Add up the gradient of all micro-batches, each weighted by the totals of the step.
 
-        Uses up the held passes, and notes what is seen. With a GPU nothing here waits for it: while
-        it computes one micro-batch, the next one is prepared.
+        Uses up the held passes, and notes what is seen. Objectives that ask for no number of their
+        own do not wait for a GPU here: while it computes one micro-batch, the next is prepared.
         """
         seen = seen or _Seen()
         outputs = []

@@ -95,7 +95,10 @@ def observation_of(batch: list[TrainSequence]) -> Observation:
 
 
 def make_batches(policy: Policy) -> list[list[TrainSequence]]:
-    """Return uneven batches: many sequences, one alone (some ranks have none), and a few."""
+    """Return uneven batches: many sequences, one alone (some ranks have none), and a few.
+
+    In the last one a token can't be measured, which the rank without it must hear of.
+    """
     sampling = SamplingParams(
         max_tokens=9, stop_token_ids=policy.stop_token_ids, temperature=1.3, top_logprobs=6
     )
@@ -117,7 +120,14 @@ def make_batches(policy: Policy) -> list[list[TrainSequence]]:
         )
         for number, completion in enumerate(completions)
     ]
-    return [sequences, sequences[3:4], sequences[4:9]]
+    return [sequences, sequences[3:4], sequences[4:9], [*sequences[4:8], broken(sequences[8])]]
+
+
+def broken(sequence: TrainSequence) -> TrainSequence:
+    """Return a sequence whose first token has no log-prob."""
+    logp = sequence.completion.behavior_logp.clone()
+    logp[0] = math.nan
+    return replace(sequence, completion=replace(sequence.completion, behavior_logp=logp))
 
 
 def sampled_at(completion: Completion, *, version: int) -> Completion:

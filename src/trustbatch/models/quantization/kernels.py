@@ -19,7 +19,6 @@ from trustbatch.models.quantization.tiles import (
     num_processors,
     num_splits,
     tile_for,
-    without_empty,
 )
 
 BYTES_AT_ONCE = 1024
@@ -222,7 +221,7 @@ def _add_splits(
 
 def multiplies(rows: Tensor, weight: Codes) -> bool:
     """Whether `multiply` is for these rows."""
-    is_whole = weight.columns % tile_for(len(rows)).columns == 0
+    is_whole = weight.columns % tile_for(len(rows), weight.format.name).columns == 0
     return (
         weight.has_kernels and rows.dtype == torch.bfloat16 and len(rows) <= FEW_ROWS and is_whole
     )
@@ -230,7 +229,7 @@ def multiplies(rows: Tensor, weight: Codes) -> bool:
 
 def multiply(rows: Tensor, weight: Codes, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
     """Return rows [n, in] @ weight.T [in, out] + bias, without a de-quantized copy."""
-    tile = tile or tile_for(len(rows))
+    tile = tile or tile_for(len(rows), weight.format.name)
     num_rows, num_outputs = len(rows), len(weight.codes)
     rows_at_once = min(max(triton.next_power_of_2(num_rows), SMALLEST_DOT), LARGEST_ROWS)
     grid = triton.cdiv(num_outputs, tile.outputs), triton.cdiv(num_rows, rows_at_once)
@@ -266,9 +265,8 @@ def multiply(rows: Tensor, weight: Codes, bias: Tensor | None, tile: Tile | None
 
 
 def _splits(num_tiles: int, weight: Codes, tile: Tile) -> int:
-    """Return by how many programs each tile of the result is computed."""
+    """Return by how many programs each tile of the result is computed; some may have no column."""
+    if tile.splits is not None:
+        return tile.splits
     column_tiles = triton.cdiv(weight.columns, tile.columns)
-    splits = tile.splits
-    if splits is None:
-        splits = num_splits(num_tiles, column_tiles, num_processors(weight.codes.device))
-    return without_empty(splits, column_tiles)
+    return num_splits(num_tiles, column_tiles, num_processors(weight.codes.device))

@@ -22,20 +22,22 @@ class Tile:
     columns: int = 128
     """that it multiplies at once"""
     warps: int = 4
-    stages: int = 2
+    stages: int = 4
     splits: int | None = None
     """programs that divide the columns among them; None is as many as `num_splits` says"""
 
 
-def tile_for(num_rows: int) -> Tile:
-    """Return the fastest tile that was measured."""
-    return Tile(outputs=32, stages=4) if num_rows <= SMALLEST_DOT else Tile()
+def tile_for(num_rows: int, format_name: str) -> Tile:
+    """Return a tile that was fast where it was measured: one of 2 stages for many rows of nf4."""
+    if num_rows <= SMALLEST_DOT:
+        return Tile(outputs=32)
+    return Tile(stages=2) if format_name == "nf4" else Tile()
 
 
 def num_splits(num_tiles: int, column_tiles: int, num_processors: int) -> int:
     """Return by how many programs each tile of the result is computed, a power of two.
 
-    There are 6 to 12 programs for each multiprocessor, or more where the tiles are enough alone.
+    There are at least 6 programs for each multiprocessor, as far as the columns allow it.
     """
     splits = 1
     while num_tiles * splits < FEWEST_PROGRAMS * num_processors and 2 * splits <= min(
@@ -43,12 +45,6 @@ def num_splits(num_tiles: int, column_tiles: int, num_processors: int) -> int:
     ):
         splits *= 2
     return splits
-
-
-def without_empty(splits: int, column_tiles: int) -> int:
-    """Return how many splits have a column if each takes as many tiles, and the last the rest."""
-    each = -(-column_tiles // splits)
-    return -(-column_tiles // each)
 
 
 @cache

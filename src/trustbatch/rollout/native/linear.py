@@ -88,7 +88,6 @@ class JoinedLinear:
 
     def __init__(self, layers: Sequence[nn.Linear], *, num_spare: int) -> None:
         num_spare += -num_spare % SPARE_MULTIPLE
-        self.layers = layers
         self.weight = _join_in_place(layers, num_spare)
         self.spare = self.weight[len(self.weight) - num_spare :]
         self.bias = _joined_bias(layers, self.weight.dtype)
@@ -96,10 +95,7 @@ class JoinedLinear:
             self.bias = functional.pad(self.bias, (0, num_spare))
 
     def refresh(self) -> None:
-        """Read the current biases: a replica gets new ones, and they are a copy."""
-        bias = _joined_bias(self.layers, self.weight.dtype)
-        if bias is not None and self.bias is not None:
-            self.bias[: len(bias)].copy_(bias)
+        """Do nothing: there is no copy."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Map [n, in] to [n, out + spare]."""
@@ -268,9 +264,7 @@ def build_linear(layers: Sequence[nn.Linear], *, precision: str, is_head: bool =
             return _build_frozen(layers, layers, precision)
         if precision == "fp8":
             return _build_fp8(layers)
-        if parameter.dtype != wanted:
-            return RoundedLinear(layers, wanted)
-        return JoinedLinear(layers, num_spare=0) if _may_join(layers) else OwnLinear(layers)
+        return OwnLinear(layers) if parameter.dtype == wanted else RoundedLinear(layers, wanted)
     frozen = [frozen_layer(layer) for layer in layers]
     return AdaptedLinear(_build_frozen(frozen, layers, precision), layers, wanted)
 
@@ -288,16 +282,6 @@ def _build_frozen(
         rank = next(len(adapter_of(layer)[0]) for layer in layers if is_adapted(layer))
         return JoinedLinear(frozen, num_spare=rank * len(layers))
     return RoundedLinear(frozen, wanted)
-
-
-def _may_join(layers: Sequence[nn.Linear]) -> bool:
-    """Whether several weights of one type are frozen: an optimizer would lose track of its own."""
-    dtypes = {layer.weight.dtype for layer in layers}
-    return (
-        len(layers) > 1
-        and len(dtypes) == 1
-        and not any(layer.weight.requires_grad for layer in layers)
-    )
 
 
 def _build_fp8(layers: Sequence[nn.Linear]) -> Linear:
