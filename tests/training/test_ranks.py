@@ -173,7 +173,8 @@ def test_adapters_and_other_ways_to_run_layers_train_the_same_on_two_ranks(
         # 8-bit moments are of float32 parameters, whose sums depend on their order
         is_rounded = name == "8-bit"
         difference = (tensor - weights[name]).abs()
-        assert float(difference.mean() if is_rounded else difference.max()) < 1e-8, name
+        distance, limit = (difference.mean(), 3e-8) if is_rounded else (difference.max(), 1e-8)
+        assert float(distance) < limit, name
         for number, metrics in enumerate(expected[name]):
             for key, value in metrics.items():
                 found = actual[name][number][key]

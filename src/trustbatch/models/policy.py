@@ -266,7 +266,7 @@ class Policy:
         """Return the number of tokens of each prompt, or why it can't be tokenized."""
         return count_prompt_tokens(self.tokenizer, prompts)
 
-    def decode(self, token_ids: Sequence[Tensor]) -> list[str]:
+    def decode(self, token_ids: Sequence[Tensor | Sequence[int]]) -> list[str]:
         """Turn completions into text, without special tokens."""
         return decode_all(self.tokenizer, token_ids)
 

@@ -119,7 +119,9 @@ def encode_text(
         ) from error
 
 
-def decode_all(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Tensor]) -> list[str]:
+def decode_all(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Tensor | Sequence[int]]
+) -> list[str]:
     """Return the texts of completions, without special tokens; by all cores where that is possible.
 
     `batch_decode` calls the tokenizers library once for each of them.
@@ -128,7 +130,7 @@ def decode_all(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Tensor]) 
         # of lists it would look at every number, which takes longer than decoding them
         sequences: Any = list(token_ids)  # which its annotation leaves out
         return tokenizer.batch_decode(sequences, skip_special_tokens=True)
-    numbers = [ids.tolist() for ids in token_ids]
+    numbers = [ids.tolist() if isinstance(ids, Tensor) else [*ids] for ids in token_ids]
     return tokenizer.backend_tokenizer.decode_batch(numbers, skip_special_tokens=True)
 
 
