@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trustbatch.models.quantization.tiles import num_processors
 from trustbatch.rollout.native.attention_kernels import attend
 from trustbatch.rollout.native.cache import (
     GROWTH,
@@ -64,7 +65,7 @@ class PagedCache:
         self.dtype = torch.uint8 if is_fp8 else dtype
         self.is_fp8 = is_fp8
         self.num_layers = num_layers
-        self.num_processors = _num_processors(device)
+        self.num_processors = num_processors(device)
         self.max_rows = max_rows
         page_bytes = 2 * heads.num_kv * PAGE * heads.dim * self.dtype.itemsize
         self.tiles = PromptTiles(heads, page_bytes=page_bytes, max_rows=max_rows, device=device)
@@ -341,10 +342,3 @@ class PagedCache:
 
 def _num_pages(length: int) -> int:
     return -(-length // PAGE)
-
-
-def _num_processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 1 for a CPU."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
