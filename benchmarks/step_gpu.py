@@ -39,7 +39,12 @@ TRL_VARIANTS: dict[str, dict[str, Any]] = {
     "trl-liger": {"use_liger_kernel": True},
 }
 """what each changes in `trl_settings`; liger's kernels are of layers, TRL brings its own loss"""
-FRAMEWORKS = ("trustbatch", *TRL_VARIANTS)
+OUR_VARIANTS: dict[str, tuple[str, ...]] = {
+    "trustbatch": (),
+    "trustbatch-kv8": ('rollout.kv_precision="fp8"',),
+}
+"""what each changes in the configuration"""
+FRAMEWORKS = (*OUR_VARIANTS, *TRL_VARIANTS)
 RESULT_FILE = Path(__file__).parent / "results" / "step_gpu.jsonl"
 CONTEXT = 4096
 ROOM = 16
@@ -192,7 +197,7 @@ def configure_trustbatch(work: Workload, folder: str) -> Any:
             "rollouts_every": one_more,
         },
     }
-    for override in work.overrides:
+    for override in (*OUR_VARIANTS[work.framework], *work.overrides):
         apply_override(tree, f"--{override}")
     return parse_config(tree)
 
@@ -428,7 +433,7 @@ def main() -> None:
         return
     if arguments.work:
         work = Workload(**arguments.work)
-        run = run_trustbatch if work.framework == "trustbatch" else run_trl
+        run = run_trustbatch if work.framework in OUR_VARIANTS else run_trl
         run(work)
         end_here()
     refuse_missing(needed_modules(arguments.frameworks))
@@ -439,7 +444,7 @@ def main() -> None:
     folder = arguments.folder or temporary
     works = list(workloads(arguments, str(folder), results.run))
     for work in works:  # refuse a wrong setting before the work begins
-        configure = configure_trustbatch if work.framework == "trustbatch" else trl_settings
+        configure = configure_trustbatch if work.framework in OUR_VARIANTS else trl_settings
         configure(work, "runs")
     options = ["--shape", arguments.shape, "--output", str(arguments.output)]
     ending = run_worker(

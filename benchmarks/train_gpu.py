@@ -159,7 +159,8 @@ def configure(case: Case, objective: str, folder: str) -> Config:
         },
         "training": {
             "micro_batch_tokens": case.micro_batch_tokens,
-            "learning_rate": 1e-6,
+            # hardly any: all steps train on the same completions, which shall stay near on-policy
+            "learning_rate": 1e-12,
             "schedule": "constant",
             "warmup_fraction": 0.0,
         },

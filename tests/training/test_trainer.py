@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 from pathlib import Path
@@ -29,6 +30,7 @@ from trustbatch.training.logprobs import TokenLogprobs
 from trustbatch.training.optimizer import learning_rate_factor
 from trustbatch.training.trainer import MAX_CONSECUTIVE_SKIPS, Trainer
 from trustbatch.types import GenerationRequest, SamplingParams, TrainSequence
+from trustbatch.utils.lazy import LazySequence
 
 
 @pytest.fixture
@@ -204,7 +206,10 @@ def test_ranks_sum_to_the_undivided_gradient(
         ]
         policy.model.zero_grad()
         observer = trainer._observer(sequences, None, None)
-        prepared = [trainer._prepare(batch, 1, observer) for batch in batches]
+        (prepared,) = trainer._prepared(
+            [LazySequence([functools.partial(lambda batch: batch, each) for each in batches])],
+            observer,
+        )
         totals = trainer._totals(prepared, {}, from_policy=True)
         trainer._accumulate(prepared, observer, {}, totals)
         grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
@@ -305,6 +310,49 @@ def test_totals_are_estimated_where_that_is_near_enough(
     assert metrics["one_minus_ess"] == exact_metrics["one_minus_ess"] > 1e-3
     assert (metrics["weight/cap"] != exact_metrics["weight/cap"]) == is_estimated
     assert torch.equal(found, exact) == (not is_estimated)
+
+
+def test_after_a_wrong_estimate_the_batch_has_exact_totals(
+    policy: Policy, sequences: list[TrainSequence], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong one costs a whole step; the next batch of rollouts may be estimated again."""
+    policy.precision = "bfloat16"
+    trainer = make_trainer(policy, "p3o", micro_batch_tokens=20, mini_batches=2)
+    answers: list[bool] = []
+    monkeypatch.setattr(trainer, "_are_near", lambda *_: answers.pop(0))
+    asked: list[bool] = []
+    original = trainer._estimated_totals
+
+    def watched(*arguments: Any) -> Totals | None:
+        found = original(*arguments)
+        asked.append(found is not None)
+        return found
+
+    monkeypatch.setattr(trainer, "_estimated_totals", watched)
+    for _ in range(2):
+        answers += [True, False]  # the halves agree, and the first micro-batch is far off
+        asked.clear()
+        trainer.train(sequences)
+        assert asked == [True, False]
+        assert not answers
+
+
+@pytest.mark.parametrize("objective", ["p3o", "grpo"])
+def test_micro_batches_are_laid_out_while_the_first_one_is_computed(
+    policy: Policy,
+    sequences: list[TrainSequence],
+    monkeypatch: pytest.MonkeyPatch,
+    objective: str,
+) -> None:
+    events: list[str] = []
+    move, evaluate = MicroBatch.to, trainer_module.token_logprobs
+    monkeypatch.setattr(MicroBatch, "to", lambda *a: events.append("layout") or move(*a))
+    monkeypatch.setattr(
+        trainer_module, "token_logprobs", lambda *a, **k: events.append("pass") or evaluate(*a, **k)
+    )
+    make_trainer(policy, objective, micro_batch_tokens=40).train(sequences)
+    assert events.count("layout") > 2
+    assert events[:3] == ["layout", "pass", "layout"]
 
 
 def test_a_subclass_with_totals_of_its_own_is_not_estimated() -> None:

@@ -5,6 +5,7 @@ where they end. A model that can't compute packed tokens gets padded rows instea
 Both give the same log-probs.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -15,6 +16,8 @@ from trustbatch.batching.bins import Bin, bins_of_rank, packed_bins, padded_bins
 from trustbatch.batching.sequences import SharedPromptGroup, group_by_prompt
 from trustbatch.models.packing.layout import PackedLayout, Segment, ranges
 from trustbatch.types import Completion, TrainSequence
+from trustbatch.utils.cuda_memory import send
+from trustbatch.utils.lazy import LazySequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +81,9 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         """Move every tensor to a device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {n: v.to(device) for n, v in values.items() if isinstance(v, Tensor | PackedLayout)}
-        return replace(self, **moved)
+        moved = {name: send(v, device) for name, v in values.items() if isinstance(v, Tensor)}
+        packed = None if self.packed is None else self.packed.to(device)
+        return replace(self, **moved, packed=packed)
 
 
 def micro_batches(
@@ -92,12 +96,13 @@ def micro_batches(
     copies_prompts: bool = False,
     rank: int = 0,
     num_ranks: int = 1,
-) -> list[MicroBatch]:
+) -> LazySequence[MicroBatch]:
     """Divide the sequences of an optimizer step over the ranks; returns the batches of one rank.
 
-    A batch computes at most `max_tokens` tokens, or one longer sequence. All ranks get the same
-    number of batches; a batch without a sequence has one input token, which predicts nothing.
-    Where prompts are shared, attention sees copies of them, or tables (see `PackedLayout`).
+    They are built when they are asked for: a GPU can compute one meanwhile. A batch computes at
+    most `max_tokens` tokens, or one longer sequence. All ranks get the same number of batches; a
+    batch without a sequence has one input token, which predicts nothing. Where prompts are shared,
+    attention sees copies of them, or tables (see `PackedLayout`).
     """
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
     # no group or padded bin may be so large that a rank is left without any
@@ -118,10 +123,15 @@ def micro_batches(
     sources = {source: number for number, source in enumerate(_sources(sequences))}
     has_anchor = any(sequence.completion.anchor_logp is not None for sequence in sequences)
     pad = pad_token_id if not packs else None
-    return [
-        _build(each, pad, sources, top=top, has_anchor=has_anchor, copies_prompts=copies_prompts)
-        for each in own
-    ]
+    build = functools.partial(
+        _build,
+        pad_token_id=pad,
+        sources=sources,
+        top=top,
+        has_anchor=has_anchor,
+        copies_prompts=copies_prompts,
+    )
+    return LazySequence([functools.partial(build, each) for each in own])
 
 
 def _top_width(sequence: TrainSequence) -> int | None:
@@ -131,9 +141,9 @@ def _top_width(sequence: TrainSequence) -> int | None:
 
 def _build(
     groups: Bin,
+    *,
     pad_token_id: int | None,
     sources: Mapping[tuple[str, int], int],
-    *,
     top: int | None,
     has_anchor: bool,
     copies_prompts: bool,

@@ -33,6 +33,7 @@ from trustbatch.utils.distributed import (
     num_ranks,
     this_rank,
 )
+from trustbatch.utils.lazy import LazySequence
 
 MAX_CONSECUTIVE_SKIPS = 5
 """optimizer steps without a usable gradient after which training stops"""
@@ -75,6 +76,9 @@ class Trainer:
         self._expects_measurable = True
         """whether all tokens of a step are taken to be measurable until its end; changes its speed
         and nothing else"""
+        self._may_estimate = True
+        """until an estimate of the totals was wrong; of one batch of rollouts alone, so that the
+        run does not depend on where it was resumed"""
 
     def train(
         self,
@@ -92,14 +96,12 @@ class Trainer:
             num_skipped = self.config.passes * self.config.mini_batches
             self.num_optimizer_steps += num_skipped
             return {"steps/skipped": float(num_skipped)}
+        self._may_estimate = True
         steps: list[Metrics] = []
         observer = self._observer(sequences, version, observation)
         for pass_number in range(self.config.passes):
             parts = self._parts(sequences, self.config.mini_batches, pass_number=pass_number)
-            # the proximal policy is the one at the start of the pass, so this precedes all steps
-            prepared = [
-                [self._prepare(batch, len(parts), observer) for batch in part] for part in parts
-            ]
+            prepared = self._prepared(parts, observer)
             steps += [self._optimizer_step(part, observer) for part in prepared]
             observer.end_pass(is_last=pass_number == self.config.passes - 1)
         observer.finish()
@@ -113,8 +115,9 @@ class Trainer:
         No step is taken. Returns the totals of that step. The observer sees its micro-batches, and
         sees them again if the totals had to be taken again.
         """
+        self._may_estimate = True
         parts = self._parts(sequences, num_steps, pass_number=0)
-        prepared = [self._prepare(batch, len(parts), observer) for batch in parts[0]]
+        prepared = self._prepared(parts, observer)[0]
         self.optimizer.zero_grad(set_to_none=True)
         totals, _ = self._gradient(prepared, observer)
         return totals
@@ -154,13 +157,13 @@ class Trainer:
 
     def _parts(
         self, sequences: Sequence[TrainSequence], num_steps: int, *, pass_number: int
-    ) -> list[list[MicroBatch]]:
+    ) -> list[LazySequence[MicroBatch]]:
         """Return the micro-batches of each optimizer step of a pass."""
         seed = f"{self.seed}:{self.num_optimizer_steps}:{pass_number}"
         parts = mini_batches(sequences, num_steps, seed=seed)
         return [self._micro_batches(part) for part in parts]
 
-    def _micro_batches(self, sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
+    def _micro_batches(self, sequences: Sequence[TrainSequence]) -> LazySequence[MicroBatch]:
         """Return this rank's part of the forward passes over some sequences."""
         return micro_batches(
             sequences,
@@ -199,10 +202,10 @@ class Trainer:
         from_policy = self.objective.totals_need_policy
         held: dict[int, TokenBatch] = {}
         totals = None
-        if from_policy or len(batches) == 1:
-            budget = ActivationBudget(self.policy, offloads=self.config.activation_offload)
-            self._hold(batches[:1], held, budget)
-            totals = self._estimated_totals(batches, held[0]) if len(batches) > 1 else None
+        budget = ActivationBudget(self.policy, offloads=self.config.activation_offload)
+        self._hold(batches[:1], held, budget)
+        if from_policy and len(batches) > 1:
+            totals = self._estimated_totals(batches, held[0])
             if totals is None:
                 self._hold(batches, held, budget)
         is_estimate = totals is not None
@@ -219,6 +222,7 @@ class Trainer:
         # if not, the policy itself gave a non-finite log-prob, which the data alone does not show
         fits = counted == int(totals.num_tokens)
         if not fits or (found is not None and not self._are_near(totals, found)):
+            self._may_estimate = self._may_estimate and found is None
             self.optimizer.zero_grad(set_to_none=True)
             totals = found or self._totals(batches, {}, from_policy=True)
             outputs = self._accumulate(batches, observer, {}, totals)
@@ -275,20 +279,22 @@ class Trainer:
 
         Two halves of it must agree as well as the whole has to with the step. Counts are exact.
         """
-        if not self.objective.estimates_totals or self.policy.product_dtype is None:
+        may_estimate = self._may_estimate and self.objective.estimates_totals
+        if not may_estimate or self.policy.product_dtype is None:
             return None
-        halves = [
-            self._of_all_ranks([self.objective.totals(sample.select(sample.sequence % 2 == half))])
-            for half in (0, 1)
-        ]
-        if not self._are_near(*halves):
-            return None
+        # first: it lays out all micro-batches, while a GPU still computes the sample
         counts = self._of_all_ranks(
             [
                 self.objective.counts(self._token_batch(batch, batch.behavior_logp))
                 for batch in batches
             ]
         )
+        halves = [
+            self._of_all_ranks([self.objective.totals(sample.select(sample.sequence % 2 == half))])
+            for half in (0, 1)
+        ]
+        if not self._are_near(*halves):
+            return None
         return replace(
             halves[0] + halves[1],
             num_tokens=counts.num_tokens,
@@ -366,11 +372,27 @@ class Trainer:
             proximal_top_logp=proximal_top_logp if top_logp is not None else None,
         )
 
-    def _prepare(self, batch: MicroBatch, steps_in_pass: int, observer: StepObserver) -> MicroBatch:
+    def _prepared(
+        self, parts: Sequence[LazySequence[MicroBatch]], observer: StepObserver
+    ) -> list[Sequence[MicroBatch]]:
+        """Return the micro-batches of the steps of a pass on the device, with all they need."""
+        is_proximal = self.objective.needs_proximal or observer.wants_initial
+        needs_snapshot = len(parts) > 1 and is_proximal
+        if not needs_snapshot and self.reference is None:
+            # each is laid out when its turn comes: the GPU computes another one meanwhile
+            return [part.mapped(lambda batch: batch.to(self.policy.device)) for part in parts]
+        # the proximal policy is the one at the start of the pass, so this precedes all steps
+        return [
+            [self._with_fixed_logprobs(batch, observer, needs_snapshot) for batch in part]
+            for part in parts
+        ]
+
+    def _with_fixed_logprobs(
+        self, batch: MicroBatch, observer: StepObserver, needs_snapshot: bool
+    ) -> MicroBatch:
         """Move a batch to the device, and fill in the log-probs that stay fixed during a pass."""
         batch = batch.to(self.policy.device)
         wants_initial = observer.wants_initial
-        needs_snapshot = steps_in_pass > 1 and (self.objective.needs_proximal or wants_initial)
         temperature, with_top = self.policy_temperature, self.objective.needs_top_logp
         fixed: dict[str, Tensor | None] = {}
         with torch.no_grad():

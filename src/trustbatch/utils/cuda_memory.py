@@ -3,6 +3,7 @@
 import os
 
 import torch
+from torch import Tensor
 
 GIB = 2**30
 CUDA_OVERHEAD = 1.0 * GIB
@@ -24,6 +25,13 @@ def enable_expandable_segments() -> None:
     os.environ[VARIABLES[0]] = EXPANDABLE
     if torch.cuda.is_initialized():  # which has read the variable already
         torch._C._accelerator_setAllocatorSettings(EXPANDABLE)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; a copy from the host to a GPU waits for no work on that GPU."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def limit_memory(gib: float, device: torch.device) -> None:

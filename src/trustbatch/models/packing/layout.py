@@ -17,6 +17,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from trustbatch.utils.cuda_memory import send
+
 LONG_SEQUENCE = 2048
 """on a GPU, sequences at least this long get an attention call each"""
 MIN_SAVED_SCORES = 2**18
@@ -46,7 +48,9 @@ class _OnDevice:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor | _OnDevice):
+    if isinstance(value, Tensor):
+        return send(value, device)
+    if isinstance(value, _OnDevice):
         return value.to(device)
     if isinstance(value, tuple) and value and isinstance(value[0], _OnDevice):
         return tuple(part.to(device) for part in value)

@@ -7,7 +7,7 @@ to the pool when no row holds it any more.
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from trustbatch.rollout.native.cache import (
 from trustbatch.rollout.native.linear import quantize_rows
 from trustbatch.rollout.native.prompt_tiles import PromptTiles
 from trustbatch.rollout.native.store_kernels import rotate_and_store
+from trustbatch.utils.cuda_memory import send
 
 SCRATCH = 0
 """the page that padding writes to"""
@@ -87,7 +88,9 @@ class PagedCache:
         self.table = self._new_table_of(self._table_width)
         self.address += 1
         self.rows: list[list[int]] = []
-        self.lengths: list[int] = []
+        """each row's pages"""
+        self.lengths, self._counts = torch.zeros(2, 0, dtype=torch.int64)
+        """each row's tokens, and its pages"""
         self._prompts: list[tuple[int, int]] = []
         """each row's prompt, and how many of its pages all its rows share"""
         self._num_prompts = 0
@@ -108,7 +111,7 @@ class PagedCache:
     @property
     def longest(self) -> int:
         """Tokens in the longest row."""
-        return max(self.lengths, default=0)
+        return int(self.lengths.max()) if self.rows else 0
 
     @property
     def _pools(self) -> tuple[list[Tensor], ...]:
@@ -166,6 +169,7 @@ class PagedCache:
     def finish_prompts(self) -> None:
         """Add the rows of each prompt: full pages are shared, a partly filled one is copied."""
         sources, targets = [], []
+        lengths: list[int] = []
         for pages, length, count in zip(*self._new, strict=True):
             is_partial = length % PAGE != 0
             shared = pages[:-1] if is_partial else pages
@@ -183,7 +187,10 @@ class PagedCache:
                         targets.append(own)
                     row.append(own)
                 self.rows.append(row)
-                self.lengths.append(length)
+                lengths.append(length)
+        added = torch.tensor(lengths)
+        self.lengths = torch.cat([self.lengths, added])
+        self._counts = torch.cat([self._counts, _num_pages(added)])
         self._rows_are_current = False
         if sources:
             source, target = self._to_device(sources).long(), self._to_device(targets).long()
@@ -228,16 +235,21 @@ class PagedCache:
 
     def reserve(self, num_steps: int, most_steps: int) -> None:
         """Reserve pages for `num_steps` more tokens in every row; it gets at most `most_steps`."""
-        wanted = [_num_pages(length + num_steps) for length in self.lengths]
-        self._require(self._missing(num_steps), len(self.rows), self._missing(most_steps))
+        # as tensors: the GPU waits meanwhile, and most calls find nothing to do
+        wanted = torch.maximum(_num_pages(self.lengths + num_steps), self._counts)
+        missing = wanted - self._counts
+        self._require(int(missing.sum()), len(self.rows), self._missing(most_steps))
         entries: list[list[int]] = []
         """row, number within it, and page of those that are new"""
-        for number, (row, most) in enumerate(zip(self.rows, wanted, strict=True)):
-            while len(row) < most:
+        growing = missing.nonzero()[:, 0]
+        for number, count in zip(growing.tolist(), missing[growing].tolist(), strict=True):
+            row = self.rows[number]
+            for _ in range(count):
                 page = self._take()
                 entries.append([number, len(row), page])
                 row.append(page)
-        width = max(wanted, default=1)
+        self._counts = wanted
+        width = int(wanted.max()) if self.rows else 1
         if not self._rows_are_current or width > self.table.shape[1]:
             self._write_table(width)
             self.tiles.write(self._prompts)
@@ -249,12 +261,11 @@ class PagedCache:
 
     def _missing(self, num_steps: int) -> int:
         """Return how many pages `num_steps` more tokens in every row need."""
-        wanted = sum(_num_pages(length + num_steps) for length in self.lengths)
-        return wanted - sum(map(len, self.rows))
+        return int((_num_pages(self.lengths + num_steps) - self._counts).clamp(min=0).sum())
 
     def advance(self, num_steps: int) -> None:
         """Advance all rows by `num_steps` tokens."""
-        self.lengths = [length + num_steps for length in self.lengths]
+        self.lengths = self.lengths + num_steps  # not in place: others may hold it
 
     def keep(self, index: list[int]) -> None:
         """Keep these rows, in this order; pages that only others held are freed."""
@@ -266,7 +277,8 @@ class PagedCache:
                     if self._holders[page] == 0:
                         self._free.append(page)
         self.rows = [self.rows[number] for number in index]
-        self.lengths = [self.lengths[number] for number in index]
+        places = torch.tensor(index, dtype=torch.int64)
+        self.lengths, self._counts = self.lengths[places], self._counts[places]
         self._prompts = [self._prompts[number] for number in index]
         self._rows_are_current = False
 
@@ -334,11 +346,11 @@ class PagedCache:
         return torch.zeros(self.max_rows, width, dtype=torch.int32, device=self.device)
 
     def _to_device(self, numbers: list[int] | list[list[int]]) -> Tensor:
-        host = torch.tensor(numbers, dtype=torch.int32)
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
+        return send(torch.tensor(numbers, dtype=torch.int32), self.device)
 
 
-def _num_pages(length: int) -> int:
+_Count = TypeVar("_Count", int, Tensor)
+
+
+def _num_pages(length: _Count) -> _Count:
     return -(-length // PAGE)
