@@ -5,7 +5,7 @@ compared by the mean over regimes, paired over seeds, with Holm's correction for
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -154,14 +154,21 @@ def _pairs(rows: Mapping[str, Row]) -> Iterator[tuple[str, str, Design, PairedDi
         )
 
 
-def arms_table(file: Path) -> str:
-    """Return the Markdown table of all comparisons of arms, and the arms that have none."""
+def arms_table(file: Path, shown: Sequence[str] = ()) -> str:
+    """Return the Markdown table of all comparisons of arms, and the arms that have none.
+
+    With `shown` only their comparisons are in it; the correction is for all of them still.
+    """
     rows = read_rows(file)
+    unknown = [arm for arm in shown if arm not in rows]
+    assert not unknown, f"{file} has no runs of {', '.join(unknown)}"
     head = ["first", "second", "regimes", "seeds", "first - second", "95% interval"]
     head += ["p (Holm)", "clear", "seeds ahead", "worst of first", "worst of second"]
     lines = [head, ["---", "---", *["---:"] * 5, *["---"] * 4]]
     compared = compare_arms(rows)
     for one, other, plan, found in compared:
+        if shown and one not in shown and other not in shown:
+            continue
         is_clear = found.outcome is not Outcome.UNCLEAR
         worst = [plan.worst(rows[arm]) for arm in (one, other)]
         lines.append(

@@ -6,7 +6,7 @@
 
 --update writes docs/images/evidence-matrix.svg, and what stands on the page between such a mark and
 <!-- end -->: table: FILE DEAD (all runs), intervals: FILE DEAD (cells with their intervals),
-arms: FILE (all pairs of objectives), paired: FILE ARM (one against the others) and
+arms: FILE [ARM ...] (all pairs of objectives, or those with these), paired: FILE ARM (one against the others) and
 agreement: FILE DEAD FILE DEAD (two files of runs). --update PAGE does that to another page, without
 the picture.
 
@@ -92,8 +92,8 @@ def generated(kind: str, words: str) -> str:
             return table(Path(file), dead=float(dead))
         case "intervals", [dead]:
             return interval_table(Path(file), dead=float(dead))
-        case "arms", []:
-            return arms_table(Path(file))
+        case "arms", shown:
+            return arms_table(Path(file), shown)
         case "paired", [arm]:
             return differences(Path(file), arm)
         case "agreement", [dead, other, dead_other]:
