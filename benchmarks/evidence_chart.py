@@ -25,6 +25,8 @@ WIDTH, MARGIN, LABEL, MEAN, DEATHS = 880, 20, 150, 58, 72
 CELL_HEIGHT, GAP, HEAD_TOP, LINE = 50, 3, 66, 15
 MAX_CELL = 100
 LEGEND_WIDTH, LEGEND_HEIGHT = 340, 14
+CHARACTER = 6.6
+"""width of one of the legend's characters"""
 # of the color map viridis, at equal distances: its lightness rises steadily, so that it reads
 # without color vision and in print
 SHADES = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
@@ -110,7 +112,7 @@ def _frame(matrix: Matrix, height: float) -> list[str]:
     num_dead = sum(value < matrix.dead for value in values)
     story = (
         f"A matrix of {arms} objectives and {len(shown_regimes(matrix.rows))} kinds of rollouts, "
-        f"{len(values)} runs, of which {num_dead} are dead: below {matrix.dead:.2f}, where the "
+        f"{len(values)} runs, of which {num_dead} are dead: below {matrix.dead:g}, where the "
         f"untrained model has {matrix.untrained:.3f}. The numbers are in docs/results.md."
     )
     return [
@@ -202,7 +204,7 @@ def _scale(matrix: Matrix, top: float) -> list[str]:
     parts.append(_text(left - 6, bottom - 3, "0", 12, QUIET, anchor="end"))
     parts.append(_text(left + LEGEND_WIDTH + 6, bottom - 3, f"{matrix.top:.2f}", 12, QUIET))
     for value, label, anchor in (
-        (matrix.dead, f"dead below {matrix.dead:.2f}", "end"),
+        (matrix.dead, f"dead below {matrix.dead:g}", "end"),
         (matrix.untrained, f"untrained {matrix.untrained:.3f}", "start"),
     ):
         x = left + LEGEND_WIDTH * value / matrix.top
@@ -210,8 +212,9 @@ def _scale(matrix: Matrix, top: float) -> list[str]:
             f'<line x1="{x:.1f}" y1="{top - 4:g}" x2="{x:.1f}" y2="{bottom + 5:g}" '
             f'stroke="{INK}" stroke-width="1.5"/>'
         )
-        beside = 8 if anchor == "end" else -8
-        parts.append(_text(x + beside, bottom + 19, label, 12, QUIET, anchor=anchor))
+        # a label that ends at its line must still begin inside the picture
+        beside = max(x + 8, MARGIN + CHARACTER * len(label)) if anchor == "end" else x - 8
+        parts.append(_text(beside, bottom + 19, label, 12, QUIET, anchor=anchor))
     return parts
 
 

@@ -1,14 +1,15 @@
-"""Tables and picture of docs/results.md from the committed runs: regimes x objectives x seeds.
+"""Tables and pictures of docs/results.md from the committed runs: regimes x objectives x seeds.
 
     python benchmarks/evidence_table.py --update
     python benchmarks/evidence_table.py results/gpu/runs.jsonl --dead 0.14
     python benchmarks/evidence_table.py --collect STUDY_FOLDER > results/cpu/trust.jsonl
 
---update writes docs/images/evidence-matrix.svg, and what stands on the page between such a mark and
-<!-- end -->: table: FILE DEAD (all runs), intervals: FILE DEAD (cells with their intervals),
-arms: FILE [ARM ...] (all pairs of objectives, or those with these), paired: FILE ARM (one against the others) and
-agreement: FILE DEAD FILE DEAD (two files of runs). --update PAGE does that to another page, without
-the picture.
+--update writes docs/images/evidence-matrix*.svg, and what stands on the page between such a mark
+and <!-- end -->: table: FILE DEAD (all runs), intervals: FILE DEAD (cells with their intervals),
+arms: FILE [ARM ...] (all pairs of objectives, or those with these), paired: FILE ARM (one against
+the others), agreement: FILE DEAD FILE DEAD (two files of runs) and gains: FILE FILE (rewards before
+and after training, of two files with one arm each). --update PAGE does that to another page,
+without the pictures.
 
 A run below --dead is shown in bold. The last columns are the mean over regimes of the means over
 seeds, the worst regime's mean, and how many runs are dead. --collect makes such a file of the
@@ -22,6 +23,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import correlation, mean, stdev
 from typing import Any
@@ -41,9 +43,47 @@ from evidence_runs import (
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
-PICTURE = ROOT / "docs" / "images" / "evidence-matrix.svg"
-CAMPAIGN_FILE, DEAD, UNTRAINED = ROOT / "results" / "gpu" / "runs.jsonl", 0.14, 0.181
-"""what the picture shows; docs/evidence.md has the two numbers"""
+PICTURES = ROOT / "docs" / "images"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """What a picture shows; docs/evidence.md has the two numbers."""
+
+    file: Path
+    dead: float
+    untrained: float
+    setting: str
+
+    def draw(self) -> str:
+        """Return the SVG of the matrix of its runs."""
+        lines = [json.loads(line) for line in self.file.read_text().splitlines()]
+        steps = {len(line["steps"]["reward/mean"]) for line in lines if "steps" in line}
+        return draw_matrix(
+            Matrix(
+                rows=read_rows(self.file),
+                dead=self.dead,
+                untrained=self.untrained,
+                setting=f"{self.setting}, {min(steps)} to {max(steps)} steps, {len(lines)} runs",
+            )
+        )
+
+
+DRAWN = {
+    "evidence-matrix.svg": Picture(
+        file=ROOT / "results" / "gpu" / "runs.jsonl",
+        dead=0.14,
+        untrained=0.181,
+        setting="Qwen2.5-Coder-0.5B-Instruct, GSM8K",
+    ),
+    "evidence-matrix-cpu.svg": Picture(
+        file=ROOT / "results" / "cpu" / "matrix.jsonl",
+        dead=0.115,
+        untrained=0.23,
+        setting="The small language of the cpu scale",
+    ),
+}
+"""by the name of the file in `PICTURES`"""
 
 MARKED = re.compile(r"<!-- (\w+): ([^>]*) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
 
@@ -60,13 +100,14 @@ def main() -> None:
         const=PAGE,
         type=Path,
         metavar="PAGE",
-        help="write docs/results.md and its picture anew, or the tables of another page",
+        help="write docs/results.md and its pictures anew, or the tables of another page",
     )
     args = parser.parse_args()
     if args.update is not None:
         args.update.write_text(filled(args.update.read_text()))
         if args.update.resolve() == PAGE:
-            PICTURE.write_text(picture())
+            for name, picture in DRAWN.items():
+                (PICTURES / name).write_text(picture.draw())
     elif args.collect is not None:
         sys.stdout.writelines(json.dumps(line) + "\n" for line in collect(args.collect))
     else:
@@ -98,23 +139,10 @@ def generated(kind: str, words: str) -> str:
             return differences(Path(file), arm)
         case "agreement", [dead, other, dead_other]:
             return agreement(Path(file), float(dead), Path(other), float(dead_other))
+        case "gains", [other]:
+            return gains(Path(file), Path(other))
         case _:
             raise ValueError(f"There is no mark {kind!r} with {words!r}.")
-
-
-def picture() -> str:
-    """Return the SVG of the real model's matrix."""
-    lines = [json.loads(line) for line in CAMPAIGN_FILE.read_text().splitlines()]
-    steps = {len(line["steps"]["reward/mean"]) for line in lines if "steps" in line}
-    return draw_matrix(
-        Matrix(
-            rows=read_rows(CAMPAIGN_FILE),
-            dead=DEAD,
-            untrained=UNTRAINED,
-            setting=f"Qwen2.5-Coder-0.5B-Instruct, GSM8K, {min(steps)} to {max(steps)} steps, "
-            f"{len(lines)} runs",
-        )
-    )
 
 
 def table(file: Path, *, dead: float) -> str:
@@ -189,6 +217,29 @@ def agreement(first: Path, dead_first: float, second: Path, dead_second: float) 
         ("rank correlation of objectives' means", f"{rank_correlation(*overall):.2f}"),
     ]
     return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def gains(first: Path, second: Path) -> str:
+    """Return what the runs of two files gained over the model that they began with."""
+    rows = [
+        ["frozen weights", "before", "after, by seed", "mean", "gain, standard error over seeds"],
+        ["---"] * 5,
+    ]
+    for file in (first, second):
+        runs = sorted(map(json.loads, file.read_text().splitlines()), key=lambda run: run["seed"])
+        (before,) = {run["held_out_before"] for run in runs}
+        after = [run["held_out"] for run in runs]
+        error = stdev(after) / len(after) ** 0.5
+        rows.append(
+            [
+                runs[0]["config"]["model"].get("quantization", "bfloat16"),
+                f"{before:.3f}",
+                " ".join(f"{each:.3f}" for each in after),
+                f"{mean(after):.3f}",
+                f"{mean(after) - before:.3f} ± {error:.3f}",
+            ]
+        )
+    return markdown(rows)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

@@ -24,7 +24,13 @@ def load(name: str) -> ModuleType:
 evidence_table = load("evidence_table")
 PAGE = (ROOT / "docs" / "results.md").read_text()
 MARKED = evidence_table.MARKED.findall(PAGE)
-SHOWN_FILES = {words.split()[0] for kind, words, _ in MARKED if kind == "table"}
+SHOWN_FILES = {
+    file
+    for kind, words, _ in MARKED
+    if kind in ("table", "gains")
+    for file in words.split()
+    if file.endswith(".jsonl")
+}
 
 
 @pytest.mark.parametrize(("kind", "words", "shown"), MARKED, ids=[f"{k} {w}" for k, w, _ in MARKED])
@@ -35,27 +41,36 @@ def test_the_results_are_those_of_their_runs(
     assert shown == evidence_table.generated(kind, words)
 
 
-def test_the_page_and_its_picture_are_what_is_generated() -> None:
-    assert {kind for kind, *_ in MARKED} == {"table", "intervals", "arms", "paired", "agreement"}
+def test_the_page_and_its_pictures_are_what_is_generated() -> None:
+    assert {kind for kind, *_ in MARKED} == {
+        "table",
+        "intervals",
+        "arms",
+        "paired",
+        "agreement",
+        "gains",
+    }
     assert evidence_table.filled(PAGE) == PAGE
-    assert evidence_table.PICTURE.read_text() == evidence_table.picture()
-    for page, place in ((PAGE, "images"), ((ROOT / "README.md").read_text(), "docs/images")):
-        assert f"]({place}/{evidence_table.PICTURE.name})" in page
+    for name, picture in evidence_table.DRAWN.items():
+        assert (evidence_table.PICTURES / name).read_text() == picture.draw()
+        assert f"](images/{name})" in PAGE
+    assert "](docs/images/evidence-matrix.svg)" in (ROOT / "README.md").read_text()
 
 
-def test_one_command_writes_the_page_and_its_picture(
+def test_one_command_writes_the_page_and_its_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, picture, other = (tmp_path / name for name in ("page.md", "matrix.svg", "other.md"))
+    page, other = tmp_path / "page.md", tmp_path / "other.md"
     monkeypatch.setattr(evidence_table, "PAGE", page)
-    monkeypatch.setattr(evidence_table, "PICTURE", picture)
+    monkeypatch.setattr(evidence_table, "PICTURES", tmp_path)
     for file, arguments in ((other, [str(other)]), (page, [])):
-        assert not picture.exists()  # that of another page is not written
+        assert not list(tmp_path.glob("*.svg"))  # those of another page are not written
         file.write_text(PAGE.replace("| 0 of 20 |", "| 1 of 20 |"))
         monkeypatch.setattr(sys, "argv", ["evidence_table.py", "--update", *arguments])
         evidence_table.main()
         assert file.read_text() == PAGE
-    assert picture.read_text() == evidence_table.picture()
+    for name, picture in evidence_table.DRAWN.items():
+        assert (tmp_path / name).read_text() == picture.draw()
 
 
 def test_an_unknown_mark_is_refused() -> None:
@@ -113,6 +128,27 @@ def test_every_file_of_runs_is_shown_and_has_each_run_once() -> None:
         runs = [(line["arm"], line["regime"], line["seed"]) for line in lines]
         assert len(runs) == len(set(runs))
         assert all(0.0 <= line["held_out"] <= 1.0 for line in lines)
+
+
+def test_gains_by_hand(tmp_path: Path) -> None:
+    # 0.3 and 0.5: mean 0.4, deviation 0.1414, error 0.1; from 0.1 on, the gain is 0.3
+    files = []
+    for quantization, after in (({}, (0.3, 0.5)), ({"quantization": "nf4"}, (0.2, 0.2))):
+        files.append(tmp_path / f"{len(files)}.jsonl")
+        lines = [
+            {
+                "seed": seed,
+                "held_out": value,
+                "held_out_before": 0.1,
+                "config": {"model": quantization},
+            }
+            for seed, value in ((2, after[1]), (1, after[0]))
+        ]
+        files[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert evidence_table.gains(*files).splitlines()[2:] == [
+        "| bfloat16 | 0.100 | 0.300 0.500 | 0.400 | 0.300 ± 0.100 |",
+        "| nf4 | 0.100 | 0.200 0.200 | 0.200 | 0.100 ± 0.000 |",
+    ]
 
 
 def test_a_table_by_hand(tmp_path: Path) -> None:
