@@ -301,6 +301,19 @@ def test_a_record_of_another_configuration_is_refused(
         jobs_of([*words, *change], file, tmp_path)
 
 
+@pytest.mark.parametrize("change", ["training.compile=true", "training.micro_batch_tokens=99"])
+def test_a_record_that_was_computed_in_another_way_counts(
+    tiny_folder: Path, tmp_path: Path, change: str
+) -> None:
+    file = tmp_path / "runs.jsonl"
+    words = small(tiny_folder, "--arms", "fresh-grpo")
+    (job,) = jobs_of(words, file, tmp_path)
+    append_record(file, line_of(job))
+    (again,) = jobs_of([*words, "--set", change], file, tmp_path)
+    assert again.details["tree"]["training"] != job.details["tree"]["training"]
+    assert again.is_done
+
+
 def line_of(job: Job) -> dict[str, Any]:
     """What a finished run would add to the records."""
     held_out = portable_evaluation(job.details["held_out"])

@@ -22,6 +22,7 @@ from trustbatch.config import Config, parse_config
 from trustbatch.errors import ConfigError
 from trustbatch.models.loading import count_parameters
 from trustbatch.observe.run_folder import read_metrics
+from trustbatch.studies import execute as execute_module
 from trustbatch.studies.benchmarks import BASE_MODEL, benchmark_jobs, benchmarks
 from trustbatch.studies.command import add_study_arguments, requested_pace, requested_study
 from trustbatch.studies.definitions import DEFINITIONS
@@ -566,6 +567,23 @@ def test_a_run_that_does_not_stop_is_ended_when_the_time_is_over(
     tally = run_jobs([job], pace=pace, logs=tmp_path / "logs", lock=lock)
     assert tally.left == [job.name]
     assert not job.path.exists()
+
+
+def test_compiled_layers_are_kept_for_runs_of_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling takes longer than a short run, and graphs fit every model of the same shape."""
+    forgotten: list[str] = []
+    names = iter("aabba")
+    job = None
+    monkeypatch.setattr(execute_module, "execute", lambda *_, **__: "finished")
+    monkeypatch.setattr(torch.compiler, "reset", lambda: forgotten.append(job.name))
+    worker = Worker()
+    for number, name in enumerate(names):
+        details = {"tree": {"model": {"name": name}, "seed": number}}
+        job = Job(kind="train", name=f"{number}-{name}", folder=str(tmp_path), details=details)
+        assert worker.do(job, None) == "finished"
+    assert forgotten == ["0-a", "2-b", "4-a"]
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES.keys())

@@ -1,10 +1,12 @@
 """Layers that are recomputed or compiled compute the same; AdamW in 8 bits learns the same."""
 
 import copy
+import gc
 import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,6 +116,24 @@ def counter() -> Iterator[CompileCounterWithBackend]:
     torch._dynamo.reset()
     yield CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
+
+
+def test_another_model_of_the_same_shape_needs_no_graph_of_its_own(
+    policy: Policy, counter: CompileCounterWithBackend
+) -> None:
+    """So a study compiles once; and the graphs do not keep the first model in memory."""
+    ids = torch.randint(2, 12, (1, 7), generator=torch.Generator().manual_seed(0))
+    counts, models = [], []
+    for _ in range(2):
+        other = copy.deepcopy(policy)
+        compile_layers(other.model, backend=counter)  # type: ignore[arg-type]
+        other.logits(ids, num_last=7).sum().backward()
+        counts.append(counter.frame_count)
+        models.append(weakref.ref(other.model))
+        del other
+        gc.collect()
+    assert counts[0] == counts[1] > 0
+    assert [model() for model in models] == [None, None]
 
 
 @pytest.mark.slow

@@ -46,6 +46,8 @@ MACHINE_KEYS = ("run", "task.path")
 """what a run has from the machine and not from the study"""
 MODELS = ("model.name", "training.reference_model")
 """of which only the last part is kept: each machine has its own folder for them"""
+SPEED_KEYS = ("training.compile", "training.micro_batch_tokens")
+"""what changes how fast a run is, and of its numbers no more than their rounding"""
 NAMES = {"model": {"name": "any"}, "task": {"name": "arithmetic"}}
 """without which there is no configuration"""
 DATA_KEYS = ("path", "split")
@@ -229,7 +231,9 @@ def refuse_other_configuration(
 ) -> None:
     """Refuse a record that counts as a run of this study, but was made with other settings."""
     then, now = _comparable(record, tree, held_out)
-    changed = [key for key in {**now, **then} if then.get(key) != now.get(key)]
+    changed = [
+        key for key in {**now, **then} if then.get(key) != now.get(key) and key not in SPEED_KEYS
+    ]
     if changed:
         key, name = changed[0], "--".join(map(str, record.key))
         raise ConfigError(

@@ -29,6 +29,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._was_asked_to_stop = False
+        self._model: Mapping[str, Any] | None = None
+        """settings of the model that the last run had"""
         self._until: float | None = None
 
     def ask_to_stop(self, *_: Any) -> None:
@@ -43,6 +45,7 @@ class Worker:
         """Execute one job until the time `until`; an error fails this job alone."""
         self._until = until
         (job.path / FAILURE_FILE).unlink(missing_ok=True)
+        self._forget_compiled(job)
         try:
             # here, so that an import that fails is a failure of the job
             from trustbatch.studies.execute import execute
@@ -60,14 +63,25 @@ class Worker:
         finally:
             _free_memory()
 
+    def _forget_compiled(self, job: Job) -> None:
+        """Free compiled layers where a job has another model; those of the same one fit again."""
+        model, torch = job.details.get("tree", {}).get("model"), _torch()
+        if torch is not None and model != self._model:
+            torch.compiler.reset()
+        self._model = model
+
 
 def _free_memory() -> None:
-    """Free memory and what was compiled for the last model: the next job has another one."""
+    """Free the memory of the last model."""
     gc.collect()
-    torch: Any = sys.modules.get("torch")
+    torch = _torch()
     if torch is not None and torch.cuda.is_available():
-        torch.compiler.reset()
         torch.cuda.empty_cache()
+
+
+def _torch() -> Any:
+    """Return the module if it has been imported: nothing here waits for it."""
+    return sys.modules.get("torch")
 
 
 def main() -> None:
