@@ -133,7 +133,7 @@ def test_pages_hold_and_read_what_the_dense_cache_does(
             cache.finish_prompts()
 
     def step() -> None:
-        position = paged.lengths.to(DEVICE)
+        position = torch.tensor(paged.lengths, device=DEVICE)
         for cache in (paged, dense):
             cache.reserve(1, 1)
         assert paged.shares_pages == shares

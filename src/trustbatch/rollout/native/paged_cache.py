@@ -7,7 +7,7 @@ to the pool when no row holds it any more.
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,9 +88,7 @@ class PagedCache:
         self.table = self._new_table_of(self._table_width)
         self.address += 1
         self.rows: list[list[int]] = []
-        """each row's pages"""
-        self.lengths, self._counts = torch.zeros(2, 0, dtype=torch.int64)
-        """each row's tokens, and its pages"""
+        self.lengths: list[int] = []
         self._prompts: list[tuple[int, int]] = []
         """each row's prompt, and how many of its pages all its rows share"""
         self._num_prompts = 0
@@ -111,7 +109,7 @@ class PagedCache:
     @property
     def longest(self) -> int:
         """Tokens in the longest row."""
-        return int(self.lengths.max()) if self.rows else 0
+        return max(self.lengths, default=0)
 
     @property
     def _pools(self) -> tuple[list[Tensor], ...]:
@@ -169,7 +167,6 @@ class PagedCache:
     def finish_prompts(self) -> None:
         """Add the rows of each prompt: full pages are shared, a partly filled one is copied."""
         sources, targets = [], []
-        lengths: list[int] = []
         for pages, length, count in zip(*self._new, strict=True):
             is_partial = length % PAGE != 0
             shared = pages[:-1] if is_partial else pages
@@ -187,10 +184,7 @@ class PagedCache:
                         targets.append(own)
                     row.append(own)
                 self.rows.append(row)
-                lengths.append(length)
-        added = torch.tensor(lengths)
-        self.lengths = torch.cat([self.lengths, added])
-        self._counts = torch.cat([self._counts, _num_pages(added)])
+                self.lengths.append(length)
         self._rows_are_current = False
         if sources:
             source, target = self._to_device(sources).long(), self._to_device(targets).long()
@@ -235,21 +229,16 @@ class PagedCache:
 
     def reserve(self, num_steps: int, most_steps: int) -> None:
         """Reserve pages for `num_steps` more tokens in every row; it gets at most `most_steps`."""
-        # as tensors: the GPU waits meanwhile, and most calls find nothing to do
-        wanted = torch.maximum(_num_pages(self.lengths + num_steps), self._counts)
-        missing = wanted - self._counts
-        self._require(int(missing.sum()), len(self.rows), self._missing(most_steps))
+        wanted = [_num_pages(length + num_steps) for length in self.lengths]
+        self._require(self._missing(num_steps), len(self.rows), self._missing(most_steps))
         entries: list[list[int]] = []
         """row, number within it, and page of those that are new"""
-        growing = missing.nonzero()[:, 0]
-        for number, count in zip(growing.tolist(), missing[growing].tolist(), strict=True):
-            row = self.rows[number]
-            for _ in range(count):
+        for number, (row, most) in enumerate(zip(self.rows, wanted, strict=True)):
+            while len(row) < most:
                 page = self._take()
                 entries.append([number, len(row), page])
                 row.append(page)
-        self._counts = wanted
-        width = int(wanted.max()) if self.rows else 1
+        width = max(wanted, default=1)
         if not self._rows_are_current or width > self.table.shape[1]:
             self._write_table(width)
             self.tiles.write(self._prompts)
@@ -261,11 +250,12 @@ class PagedCache:
 
     def _missing(self, num_steps: int) -> int:
         """Return how many pages `num_steps` more tokens in every row need."""
-        return int((_num_pages(self.lengths + num_steps) - self._counts).clamp(min=0).sum())
+        wanted = sum(_num_pages(length + num_steps) for length in self.lengths)
+        return wanted - sum(map(len, self.rows))
 
     def advance(self, num_steps: int) -> None:
         """Advance all rows by `num_steps` tokens."""
-        self.lengths = self.lengths + num_steps  # not in place: others may hold it
+        self.lengths = [length + num_steps for length in self.lengths]
 
     def keep(self, index: list[int]) -> None:
         """Keep these rows, in this order; pages that only others held are freed."""
@@ -277,8 +267,7 @@ class PagedCache:
                     if self._holders[page] == 0:
                         self._free.append(page)
         self.rows = [self.rows[number] for number in index]
-        places = torch.tensor(index, dtype=torch.int64)
-        self.lengths, self._counts = self.lengths[places], self._counts[places]
+        self.lengths = [self.lengths[number] for number in index]
         self._prompts = [self._prompts[number] for number in index]
         self._rows_are_current = False
 
@@ -349,8 +338,5 @@ class PagedCache:
         return send(torch.tensor(numbers, dtype=torch.int32), self.device)
 
 
-_Count = TypeVar("_Count", int, Tensor)
-
-
-def _num_pages(length: _Count) -> _Count:
+def _num_pages(length: int) -> int:
     return -(-length // PAGE)
