@@ -117,6 +117,11 @@ def test_the_step(scripts: Any, model: str, tmp_path: Path) -> None:
         output=str(tmp_path / "results.jsonl"),
         run="test",
     )
+    configs = [
+        scripts.step.configure_trustbatch(dataclasses.replace(work, framework=name), "runs")
+        for name in ("trustbatch", "trustbatch-kv8")
+    ]
+    assert [config.rollout.kv_precision for config in configs] == ["auto", "fp8"]
     scripts.step.run_trustbatch(work)
     lines = scripts.results(Path(work.output), "test").read()
     assert [line.get("is_timed") for line in lines] == [False, True, True, None]

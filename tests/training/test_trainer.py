@@ -13,9 +13,11 @@ import pytest
 import torch
 from tests.support.training_cases import flat, watch_gradients
 
+from trustbatch.batching import micro_batches as micro_batches_module
 from trustbatch.batching import sequences as sequences_module
 from trustbatch.batching.micro_batches import MicroBatch, micro_batches
 from trustbatch.errors import DivergedError
+from trustbatch.inspection.token_summary import TokenCollector
 from trustbatch.models.policy import Policy
 from trustbatch.objectives import OBJECTIVES, Totals, build_objective
 from trustbatch.objectives.estimators import RatioMoments
@@ -209,6 +211,7 @@ def test_ranks_sum_to_the_undivided_gradient(
         (prepared,) = trainer._prepared(
             [LazySequence([functools.partial(lambda batch: batch, each) for each in batches])],
             observer,
+            steps_in_pass=1,
         )
         totals = trainer._totals(prepared, {}, from_policy=True)
         trainer._accumulate(prepared, observer, {}, totals)
@@ -335,6 +338,9 @@ def test_after_a_wrong_estimate_the_batch_has_exact_totals(
         trainer.train(sequences)
         assert asked == [True, False]
         assert not answers
+    answers += [True, True]
+    trainer.first_gradient(sequences, num_steps=2, observer=TokenCollector())
+    assert asked[-1]
 
 
 @pytest.mark.parametrize("objective", ["p3o", "grpo"])
@@ -345,14 +351,46 @@ def test_micro_batches_are_laid_out_while_the_first_one_is_computed(
     objective: str,
 ) -> None:
     events: list[str] = []
-    move, evaluate = MicroBatch.to, trainer_module.token_logprobs
-    monkeypatch.setattr(MicroBatch, "to", lambda *a: events.append("layout") or move(*a))
+    build, evaluate = micro_batches_module._build, trainer_module.token_logprobs
+    monkeypatch.setattr(
+        micro_batches_module, "_build", lambda *a, **k: events.append("layout") or build(*a, **k)
+    )
     monkeypatch.setattr(
         trainer_module, "token_logprobs", lambda *a, **k: events.append("pass") or evaluate(*a, **k)
     )
-    make_trainer(policy, objective, micro_batch_tokens=40).train(sequences)
-    assert events.count("layout") > 2
-    assert events[:3] == ["layout", "pass", "layout"]
+    policy.precision = "bfloat16"
+    trainer = make_trainer(policy, objective, micro_batch_tokens=40)
+    # whether an estimate is near waits for the GPU
+    monkeypatch.setattr(trainer, "_are_near", lambda *_: events.append("wait") or True)
+    trainer.train(sequences)
+    num_batches = events.count("layout")
+    assert num_batches > 2
+    assert events[:2] == ["layout", "pass"]
+    assert events[2 : 1 + num_batches] == ["layout"] * (num_batches - 1)
+
+
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [("p3o", {}), ("pact", {}), ("grpo", {"reference_kl_coef": 0.1})],
+)
+def test_the_first_gradient_computes_no_other_step(
+    policy: Policy,
+    sequences: list[TrainSequence],
+    monkeypatch: pytest.MonkeyPatch,
+    objective: str,
+    options: dict[str, object],
+) -> None:
+    seen: dict[str, int] = {}
+    original = trainer_module.token_logprobs
+
+    def watched(policy: Policy, batch: MicroBatch, **options: Any) -> TokenLogprobs:
+        seen.update({str(each.key): each.num_sampled for each in batch.completions})
+        return original(policy, batch, **options)
+
+    monkeypatch.setattr(trainer_module, "token_logprobs", watched)
+    trainer = make_trainer(policy, objective, options, micro_batch_tokens=40)
+    trainer.first_gradient(sequences, num_steps=3, observer=TokenCollector())
+    assert len(seen) == math.ceil(len(sequences) / 3)
 
 
 def test_a_subclass_with_totals_of_its_own_is_not_estimated() -> None:

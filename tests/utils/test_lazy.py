@@ -33,3 +33,4 @@ def test_a_function_of_the_items_is_called_once_for_each() -> None:
     assert calls == []
     assert [doubled[1], *doubled] == [16, 14, 16]
     assert calls == [8, 7]
+    assert items._made == {}  # they would stay in memory beside the results

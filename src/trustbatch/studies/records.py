@@ -46,7 +46,7 @@ MACHINE_KEYS = ("run", "task.path")
 """what a run has from the machine and not from the study"""
 MODELS = ("model.name", "training.reference_model")
 """of which only the last part is kept: each machine has its own folder for them"""
-SPEED_KEYS = ("training.compile", "training.micro_batch_tokens")
+SPEED_KEYS = ("training.compile",)
 """what changes how fast a run is, and of its numbers no more than their rounding"""
 NAMES = {"model": {"name": "any"}, "task": {"name": "arithmetic"}}
 """without which there is no configuration"""

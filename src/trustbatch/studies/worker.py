@@ -45,8 +45,8 @@ class Worker:
         """Execute one job until the time `until`; an error fails this job alone."""
         self._until = until
         (job.path / FAILURE_FILE).unlink(missing_ok=True)
-        self._forget_compiled(job)
         try:
+            self._forget_compiled(job)
             # here, so that an import that fails is a failure of the job
             from trustbatch.studies.execute import execute
 

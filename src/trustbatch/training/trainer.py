@@ -101,7 +101,7 @@ class Trainer:
         observer = self._observer(sequences, version, observation)
         for pass_number in range(self.config.passes):
             parts = self._parts(sequences, self.config.mini_batches, pass_number=pass_number)
-            prepared = self._prepared(parts, observer)
+            prepared = self._prepared(parts, observer, steps_in_pass=len(parts))
             steps += [self._optimizer_step(part, observer) for part in prepared]
             observer.end_pass(is_last=pass_number == self.config.passes - 1)
         observer.finish()
@@ -117,7 +117,7 @@ class Trainer:
         """
         self._may_estimate = True
         parts = self._parts(sequences, num_steps, pass_number=0)
-        prepared = self._prepared(parts, observer)[0]
+        (prepared,) = self._prepared(parts[:1], observer, steps_in_pass=len(parts))
         self.optimizer.zero_grad(set_to_none=True)
         totals, _ = self._gradient(prepared, observer)
         return totals
@@ -221,8 +221,9 @@ class Trainer:
         counted = sum(all_gather(sum(output.num_tokens for output in outputs)))
         # if not, the policy itself gave a non-finite log-prob, which the data alone does not show
         fits = counted == int(totals.num_tokens)
-        if not fits or (found is not None and not self._are_near(totals, found)):
-            self._may_estimate = self._may_estimate and found is None
+        is_near = found is None or self._are_near(totals, found)
+        self._may_estimate = self._may_estimate and is_near
+        if not fits or not is_near:
             self.optimizer.zero_grad(set_to_none=True)
             totals = found or self._totals(batches, {}, from_policy=True)
             outputs = self._accumulate(batches, observer, {}, totals)
@@ -373,11 +374,15 @@ class Trainer:
         )
 
     def _prepared(
-        self, parts: Sequence[LazySequence[MicroBatch]], observer: StepObserver
+        self,
+        parts: Sequence[LazySequence[MicroBatch]],
+        observer: StepObserver,
+        *,
+        steps_in_pass: int,
     ) -> list[Sequence[MicroBatch]]:
-        """Return the micro-batches of the steps of a pass on the device, with all they need."""
+        """Return the micro-batches of steps of a pass on the device, with all they need."""
         is_proximal = self.objective.needs_proximal or observer.wants_initial
-        needs_snapshot = len(parts) > 1 and is_proximal
+        needs_snapshot = steps_in_pass > 1 and is_proximal
         if not needs_snapshot and self.reference is None:
             # each is laid out when its turn comes: the GPU computes another one meanwhile
             return [part.mapped(lambda batch: batch.to(self.policy.device)) for part in parts]
