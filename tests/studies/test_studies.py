@@ -574,12 +574,10 @@ def test_compiled_layers_are_kept_for_runs_of_the_same_model(
 ) -> None:
     """Compiling takes longer than a short run, and graphs fit every model of the same shape."""
     forgotten: list[str] = []
-    names = iter("aabba")
-    job = None
     monkeypatch.setattr(execute_module, "execute", lambda *_, **__: "finished")
     monkeypatch.setattr(torch.compiler, "reset", lambda: forgotten.append(job.name))
     worker = Worker()
-    for number, name in enumerate(names):
+    for number, name in enumerate("aabba"):
         details = {"tree": {"model": {"name": name}, "seed": number}}
         job = Job(kind="train", name=f"{number}-{name}", folder=str(tmp_path), details=details)
         assert worker.do(job, None) == "finished"

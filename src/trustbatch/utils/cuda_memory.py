@@ -1,4 +1,4 @@
-"""The memory of a GPU: torch's allocator, a limit on this process, and what is left of it."""
+"""The memory of a GPU: torch's allocator, copies to it, a limit on this process, what is left."""
 
 import os
 
